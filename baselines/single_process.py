@@ -32,8 +32,8 @@ from recipe.errors import UserError
 from recipe.settings.flags import MeasurementFlags, RunFlags
 from recipe.loop import refuse_settings
 from recipe.ranks import Ranks
-from recipe.training.precision import round_weights, train_masters, working_copy
-from recipe.training.precision import unscale_and_clip
+from recipe.training.state import round_weights, train_masters, working_copy
+from recipe.training.state import unscale_and_clip
 from recipe.training.metrics import evaluate, means
 from recipe.training.model import (
     autocast,

@@ -34,14 +34,13 @@ from recipe.ranks import Ranks
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.checkpoint import load_weights
 from recipe.session import Session
-from recipe.training.precision import round_weights, train_masters, working_copy
-from recipe.training.precision import unscale_and_clip
+from recipe.training.batch_norm import replace_batch_norm
 from recipe.training.metrics import batch_sums
-from recipe.training.model import autocast, build_criterion, build_ema, build_model
-from recipe.training.model import build_optimizer, build_scaler, replace_batch_norm, seed_step
-from recipe.training.model import update_ema
+from recipe.training.model import autocast, build_criterion, build_ema, build_model, build_optimizer
+from recipe.training.model import build_scaler, seed_step, update_ema
 from recipe.training.optimizers import learning_rate
-from recipe.training.state import Trainables
+from recipe.training.state import Trainables, round_weights, train_masters, unscale_and_clip
+from recipe.training.state import working_copy
 from recipe.training.wire_trial import settle_wire_format
 
 

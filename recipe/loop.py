@@ -36,8 +36,7 @@ from recipe.training.model import (
     update_ema,
 )
 from recipe.training.optimizers import learning_rate
-from recipe.training.precision import unscale_and_clip
-from recipe.training.state import Progress, Trainables
+from recipe.training.state import Progress, Trainables, unscale_and_clip
 from recipe.watch import heartbeat
 from recipe.world import World
 

@@ -42,12 +42,8 @@ from recipe.record.recorder import Recorder
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
 from recipe.settings.config import Config
-from recipe.training.metrics import (
-    Sums,
-    align_batch_norm,
-    means,
-    validate,
-)
+from recipe.training.batch_norm import align_batch_norm
+from recipe.training.metrics import Sums, means, validate
 from recipe.training.state import Progress, Trainables
 from recipe.watch import expect_delay, expect_pause, is_asked_to_end, obey_signals
 from recipe.world import World

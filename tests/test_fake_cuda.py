@@ -38,10 +38,10 @@ from recipe.data.batches import Data, to_device, training_batches, validation_ba
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.start import Hooks
-from recipe.training.metrics import align_batch_norm, batch_sums, evaluate
-from recipe.training.model import build_ema, build_model, flat_batch_norm, update_ema
-from recipe.training.precision import copy_buffers
-from recipe.training.state import Progress, Trainables
+from recipe.training.batch_norm import align_batch_norm, flat_batch_norm
+from recipe.training.metrics import batch_sums, evaluate
+from recipe.training.model import build_ema, build_model, update_ema
+from recipe.training.state import Progress, Trainables, copy_buffers
 
 CUDA = torch.device("cuda", 0)
 SYNTHETIC = Data(None, None, 20, 10, 1000)

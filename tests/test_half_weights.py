@@ -18,16 +18,17 @@ from recipe.record.fingerprint import weights_sha256
 from recipe.record.resume import restore
 from recipe.settings.config import Config
 from recipe.training.model import build_ema, build_optimizer, build_scaler, update_ema
-from recipe.training.precision import (
+from recipe.training.state import (
     LEAST_SCALE,
     LossScaler,
+    Progress,
+    Trainables,
     make_half,
     round_weights,
     train_masters,
     unscale_and_clip,
     working_copy,
 )
-from recipe.training.state import Progress, Trainables
 
 O2 = a_config(precision="O2", arch="tiny", base_lr=0.1, momentum=0.5)
 DATA = Data(None, None, num_train=100, num_val=8, num_classes=3)

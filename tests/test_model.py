@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipe.errors import UserError
 from recipe.record.fingerprint import weights_sha256
 from recipe.settings.config import is_resnet
-from recipe.training.batch_norm import SyncBatchNorm
+from recipe.training.batch_norm import SyncBatchNorm, flat_batch_norm, replace_batch_norm
 from recipe.training.model import (
     NORMS,
     autocast,
@@ -29,14 +29,12 @@ from recipe.training.model import (
     build_model,
     build_optimizer,
     build_scaler,
-    flat_batch_norm,
     parameter_groups,
-    replace_batch_norm,
     seed_step,
     split_resnet,
     update_ema,
 )
-from recipe.training.precision import copy_buffers
+from recipe.training.state import copy_buffers
 
 
 def sizes(pixels: int) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def misplaced(val: Path) -> None:
         (lambda val: (val / "ILSVRC2012_val_00049999.JPEG").touch(), "without a label: .*49999"),
         (both, "both in it and in a class folder: .*00000001"),
         (misplaced, "labels say: .*00000001"),
-        (lambda val: (val / CLASSES[1]).touch(), "cannot be moved .File exists"),
+        (lambda val: (val / CLASSES[1]).touch(), "cannot be written .File exists"),
         (lambda val: (val / "ILSVRC2012_val_00000004.JPEG").unlink(), r"not in it: .*4 \(1 in all"),
         (shutil.rmtree, r"not in it: ILSVRC2012_val_00000001, .* \(10 in all\)"),
     ],

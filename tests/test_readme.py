@@ -74,8 +74,8 @@ class Asked(BaseException):
 
 
 @functools.cache
-def flags_of(program: str) -> set[str]:
-    """The flags that one of the project's programs knows."""
+def flags_of(program: str, *command: str) -> set[str]:
+    """The flags that one of the project's programs knows, or a command of it."""
     if program.endswith("_train/train.py"):
         return {"--" + item.name.replace("_", "-") for item in fields(Config)}
 
@@ -84,7 +84,7 @@ def flags_of(program: str) -> set[str]:
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
-        patch.setattr(sys, "argv", [program, "--help"])
+        patch.setattr(sys, "argv", [program, *command, "--help"])
         with pytest.raises((Asked, SystemExit)) as asked:
             runpy.run_path(str(ROOT / program), run_name="__main__")
     if asked.type is SystemExit:  # tyro's help, which lists flags after a frame
@@ -111,7 +111,9 @@ def test_every_flag_exists() -> None:
         parts = re.split(r"(\b\w+/[\w/]+\.py)\b(?=[^`|#;&\n]* --)", commands)
         for program, rest in zip(parts[1::2], parts[2::2], strict=True):
             own, _, trainers = re.split(r"[`|#;&\n]", rest)[0].partition(" -- ")
-            for words, flags in ((own, flags_of(program)), (trainers, flags_of(TRAINER))):
+            command = own.split()[: program == "recipe/data/prepare.py"]
+            flags_here = flags_of(program, *command), flags_of(TRAINER)
+            for words, flags in zip((own, trainers), flags_here, strict=True):
                 named = set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]+", words))
                 assert named <= flags, (page, program, named - flags)
                 known |= flags

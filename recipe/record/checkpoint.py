@@ -26,8 +26,7 @@ from recipe.ranks import Ranks
 from recipe.record.folder import one_sentence
 from recipe.settings.config import Config
 from recipe.training.model import last_layer, without_auxiliary_heads
-from recipe.training.precision import copy_buffers
-from recipe.training.state import Progress, Trainables
+from recipe.training.state import Progress, Trainables, copy_buffers
 
 FORMAT = 1
 WRITER = ThreadPoolExecutor(1, "checkpoint")

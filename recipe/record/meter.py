@@ -34,8 +34,7 @@ from recipe.record.schema import (
 from recipe.settings.config import Config
 from recipe.settings.flags import WIRE_FORMATS
 from recipe.training.metrics import Sums, means
-from recipe.training.precision import working_copy
-from recipe.training.state import Progress
+from recipe.training.state import Progress, working_copy
 from recipe.world import World
 
 Laps = list[tuple[str, Any, Any]]  # of a step: phase, begin, end

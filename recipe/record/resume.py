@@ -34,8 +34,7 @@ from recipe.record.checkpoint import (
 from recipe.record.folder import new_folder, one_sentence
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
-from recipe.training.precision import round_weights
-from recipe.training.state import Progress, Trainables
+from recipe.training.state import Progress, Trainables, round_weights
 from recipe.watch import expect_delay
 from recipe.world import World
 

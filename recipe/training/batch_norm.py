@@ -1,15 +1,21 @@
-"""BatchNorm over the batches of all ranks, for tensors in the CPU's memory, where neither torch nor
-Horovod has one; the collective comes as an argument.
+"""BatchNorm over ranks: statistics that are aligned before an evaluation, and one over the batches
+of all ranks, for tensors in the CPU's memory, where neither torch nor Horovod has one.
 
 Forward and backward pass send one message a layer each: sums in float64, so that a variance is as
 good as if it were computed in two passes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from recipe.errors import UserError
+from recipe.ranks import Ranks
+from recipe.settings.config import Config
 
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,3 +100,64 @@ def _over_ranks(
     means = sum_over_ranks(torch.stack([*sums, count]))
     means[:2] /= means[2]
     return means
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def replace_batch_norm(
+    module: nn.Module,
+    kind: type[nn.Module],
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> nn.Module:
+    """`module` with each BatchNorm replaced by a synchronised one, its state kept: on GPUs the
+    engine's own `kind`, on the CPU ours. UserError for one that does more than normalise, or that
+    keeps no running statistics, or averages them over all batches."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        statistics = module.running_mean
+        if type(module) not in BATCH_NORMS or statistics is None or module.momentum is None:
+            raise UserError(
+                f"--batch-norm sync: the network's {type(module).__name__} does more than "
+                "normalise, or keeps no running statistics with a momentum, and a synchronised one "
+                "would be another; use average"
+            )
+        make: Any = kind if statistics.is_cuda else partial(SyncBatchNorm, sum_over_ranks)
+        new = make(module.num_features, module.eps, module.momentum, module.affine)
+        new.to(statistics).load_state_dict(module.state_dict())
+        return new
+    for name, child in module.named_children():
+        setattr(module, name, replace_batch_norm(child, kind, sum_over_ranks))
+    return module
+
+
+@contextmanager
+def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All running means and variances of BatchNorm as one vector, for the ranks to exchange in one
+    message; written back at the end."""
+    buffers = [
+        buffer
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in ("running_mean", "running_var")
+    ]
+    flat = (
+        torch.cat([buffer.flatten().to(buffers[0].device) for buffer in buffers])
+        if buffers  # of a network on two GPUs they are on both
+        else torch.zeros(1)
+    )
+    yield flat
+    for buffer, values in zip(
+        buffers, flat.split([buffer.numel() for buffer in buffers] or 1), strict=bool(buffers)
+    ):
+        buffer.copy_(values.view_as(buffer))
+
+
+def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
+    """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
+    if config.batch_norm != "sync":
+        with flat_batch_norm(model) as statistics:
+            if config.batch_norm == "average":
+                statistics.copy_(ranks.sum(statistics) / ranks.world.size)
+            else:
+                statistics.copy_(ranks.from_first(statistics))

@@ -10,9 +10,9 @@ from torch import nn
 from recipe.data.batches import Batch, Data, to_device, validation_batches
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
-from recipe.training.model import autocast, flat_batch_norm
-from recipe.training.precision import copy_buffers, working_copy
-from recipe.training.state import Trainables
+from recipe.training.batch_norm import align_batch_norm
+from recipe.training.model import autocast
+from recipe.training.state import Trainables, copy_buffers, working_copy
 from recipe.watch import expect_delay, heartbeat
 
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
@@ -74,16 +74,6 @@ def evaluate(
     expect_delay()  # another rank may read its images more slowly
     network.train(was_training)
     return sums
-
-
-def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
-    if config.batch_norm != "sync":
-        with flat_batch_norm(model) as statistics:
-            if config.batch_norm == "average":
-                statistics.copy_(ranks.sum(statistics) / ranks.world.size)
-            else:
-                statistics.copy_(ranks.from_first(statistics))
 
 
 def validate(

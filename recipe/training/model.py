@@ -3,9 +3,7 @@
 import difflib
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, suppress
 from pickle import UnpicklingError
 from typing import Any
 
@@ -17,9 +15,8 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from recipe.errors import UserError, refuse
 from recipe.settings.config import Config, is_resnet
-from recipe.training.batch_norm import SyncBatchNorm
 from recipe.training.optimizers import kind_and_settings
-from recipe.training.precision import LossScaler, make_half
+from recipe.training.state import LossScaler, make_half
 
 NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -28,7 +25,6 @@ NORMS = (
     nn.modules.instancenorm._InstanceNorm,
     nn.LocalResponseNorm,
 )
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # ResNet-18 with one block for each two, as in Simon et al. 2016 (arXiv 1612.01452): 4.9 million
 # weights. torchvision has its parts, and not its name.
 RESNET10 = "resnet10"
@@ -286,31 +282,6 @@ def without_auxiliary_heads(state: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {key: value for key, value in state.items() if not key.startswith(heads)}
 
 
-def replace_batch_norm(
-    module: nn.Module,
-    kind: type[nn.Module],
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
-) -> nn.Module:
-    """`module` with each BatchNorm replaced by a synchronised one, its state kept: on GPUs the
-    engine's own `kind`, on the CPU ours. UserError for one that does more than normalise, or that
-    keeps no running statistics, or averages them over all batches."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        statistics = module.running_mean
-        if type(module) not in BATCH_NORMS or statistics is None or module.momentum is None:
-            raise UserError(
-                f"--batch-norm sync: the network's {type(module).__name__} does more than "
-                "normalise, or keeps no running statistics with a momentum, and a synchronised one "
-                "would be another; use average"
-            )
-        make: Any = kind if statistics.is_cuda else partial(SyncBatchNorm, sum_over_ranks)
-        new = make(module.num_features, module.eps, module.momentum, module.affine)
-        new.to(statistics).load_state_dict(module.state_dict())
-        return new
-    for name, child in module.named_children():
-        setattr(module, name, replace_batch_norm(child, kind, sum_over_ranks))
-    return module
-
-
 def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
     """Weights with --wd, normalisation layers' with --norm-weight-decay, other biases with
     --bias-weight-decay.
@@ -409,29 +380,6 @@ def update_ema(ema: AveragedModel | None, model: nn.Module, config: Config, step
     else:
         torch._foreach_copy_(averages, weights)
     ema.n_averaged += 1
-
-
-@contextmanager
-def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All running means and variances of BatchNorm as one vector, for the ranks to exchange in one
-    message; written back at the end."""
-    buffers = [
-        buffer
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for name, buffer in module.named_buffers(recurse=False)
-        if name in ("running_mean", "running_var")
-    ]
-    flat = (
-        torch.cat([buffer.flatten().to(buffers[0].device) for buffer in buffers])
-        if buffers  # of a network on two GPUs they are on both
-        else torch.zeros(1)
-    )
-    yield flat
-    for buffer, values in zip(
-        buffers, flat.split([buffer.numel() for buffer in buffers] or 1), strict=bool(buffers)
-    ):
-        buffer.copy_(values.view_as(buffer))
 
 
 def seed_step(config: Config, step: int, rank: int) -> None:
