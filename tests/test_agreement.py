@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import torch
 from launching import SMALL, TRAINERS, Finished, change_on_rank, launch, rarely, run
 from making import CPU, TinyNet, a_config, a_world, folder_config, in_ranks, write_images
 
-from recipe import watch
 from recipe.data.batches import Data, open_data
 from recipe.errors import UserError
 from recipe.ranks import Collective, Ranks
@@ -42,18 +40,6 @@ def disagreement(*facts: dict[str, str]) -> str:
     told = messages(lambda ranks: check_same_training(facts[ranks.world.rank], CPU, ranks))
     assert len(set(told)) == 1, "all ranks say the same, and one of them prints it"
     return told[0]
-
-
-def test_a_rank_may_be_late_until_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host lists its data anew, or reads it into memory, while another has long done so."""
-    monkeypatch.setattr(watch, "_signs_of_life", deque())
-
-    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        assert not watch._signs_of_life
-        return values
-
-    check_same_training(facts(), CPU, Ranks(a_world(), sum_over_ranks))
-    assert len(watch._signs_of_life) == 1
 
 
 def facts(data: Data = SYNTHETIC, **settings: Any) -> dict[str, str]:
@@ -220,26 +206,6 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
     check_refused(finished, tmp_path, "type of device: cuda on rank 0", "cpu on rank 1")
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize(("launcher", "engine"), [("mpirun", "horovod"), rarely("torchrun", "ddp")])
-def test_ranks_whose_weights_have_drifted_apart_keep_no_checkpoint(
-    launcher: str, engine: str, tmp_path: Path
-) -> None:
-    changed = change_on_rank(1, "recipe.record.probes", DRIFT, tmp_path)
-    arguments = f"{SMALL} --log-dir {tmp_path} --name run --max-steps 2"
-    finished = launch(launcher, engine, arguments, timeout=120, **changed)
-    assert finished.returncode != 0
-    assert finished.output.count("after step 2 the ranks hold different weights in ") == 1
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-DRIFT = """
-import torch
-def drift(config, world, folder, step, model, loss):  # after each optimizer step
-    with torch.no_grad():
-        next(model.parameters()).view(-1)[0] += 1
-module.write_trace = drift
-"""
 PRETENDED_GPU = """
 import types, torch, torch.distributed as dist
 real_init = dist.init_process_group

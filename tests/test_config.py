@@ -1,25 +1,33 @@
 """Flags, presets, and what is said about settings that cannot be meant or do nothing."""
 
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import a_world
+from making import a_config, a_world
 
+from baselines import single_process
+from baselines.mpi4py_train import PlainMPI
+from ddp_train.buckets import bucket_sizes
 from recipe import errors
 from recipe.errors import UserError
+from recipe.loop import Rung
+from recipe.record.fingerprint import steering_variables
 from recipe.settings import config as config_module
 from recipe.settings.config import Config, check, parse_args, read_flags, without_effect
 from recipe.settings.flags import FLAGS, SECTIONS, Need, Scope, names_of, spelled
-from recipe.settings.presets import PRESETS
+from recipe.settings.knobs import SETTINGS, Knobs, knobs_text, read_knobs
+from recipe.settings.presets import PRESETS, preset
 from recipe.settings.presets import preset as preset_of
 
 ROOT = Path(__file__).parent.parent
@@ -333,7 +341,7 @@ WORDS = st.one_of(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.lists(WORDS, max_size=6), st.sampled_from(["ddp", "horovod", "mpi4py"]))
 def test_any_words_are_settings_or_refused(words: list[str], engine: str) -> None:
     """In a sentence, or by the parser; and what is taken holds."""
@@ -570,3 +578,243 @@ def test_help_fits_its_columns(help_text: str) -> None:
         if above.startswith("│       ") and below.startswith("│       "):
             first_word = below.strip("│ ").split()[0]
             assert len(above.rstrip("│ ")) + 1 + len(first_word) > 78, above
+
+
+# ---- what the scripts in baselines/ refuse before they begin ----
+
+
+def a_rung(launcher: str, lacks: tuple[str, ...] = (), has: tuple[str, ...] = ()) -> type[Rung]:
+    return type("ARung", (Rung,), {"launcher": launcher, "lacks": lacks, "has": has})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bucket_cap_mb": 5.0}, "--bucket-cap-mb 5.0"),  # no rung has it
+        ({"transport": "gloo"}, "--transport gloo"),
+        ({"precision": "O2"}, "--precision O2"),
+        ({"precision": "fp16"}, "--precision fp16"),  # this one lacks it
+        ({"model_ema": True}, "--model-ema True"),
+        ({"precision": "bf16"}, None),  # another value than the one that it lacks
+        ({"profile_steps": 4}, None),  # it has what others lack
+    ],
+)
+def test_what_a_rung_lacks_is_refused(given: dict[str, Any], message: str | None) -> None:
+    refused = pytest.raises(UserError, match=f"^{message}: not supported by this script")
+    with refused if message else nullcontext():
+        a_rung("none", ("precision fp16", "model_ema"), ("profile_steps",))(
+            a_config(**given), a_world()
+        )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bucket_cap_mb": 5.0},
+        {"first_bucket_mb": 5.0},
+        {"gradient_as_bucket_view": False},
+        {"static_graph": True},
+        {"num_groups": 2},
+        {"wire_format": "fp16"},
+    ],
+)
+def test_mpi_without_an_engine_has_no_buckets(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="not supported by this script"):
+        PlainMPI(a_config(**given), a_world(0, 2, launcher="mpirun"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"weights": "w.pt"},
+        {"resume": "auto"},
+        {"evaluate": True},
+        {"desired_acc": 50.0},
+        {"model_ema": True},
+        {"checkpoint_steps": 5},
+        {"bad_images": "replace"},
+        {"tensor_steps": 2},
+    ],
+)
+def test_what_a_single_process_would_leave_out_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^--[a-z-]+ .*: not supported by this script; remove it"):
+        single_process.main(a_config(**given), a_world())
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "message"),
+    [
+        ("torchrun", 1, "was started by python: start it with torchrun"),
+        ("none", 2, "was started by torchrun: start it with python"),
+    ],
+)
+def test_a_rung_that_another_launcher_started_is_refused(
+    launcher: str, ranks: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        a_rung(launcher)(a_config(), a_world(0, ranks))
+
+
+# ---- the file of --knobs: what it may say, what wins over it, and what is written down of it ----
+
+
+FILE = """
+[ddp]
+bucket_cap_mb = 50
+static_graph = true
+
+[ddp.environment]
+NCCL_ALGO = "Ring"
+
+[horovod]
+num_groups = 4
+
+[horovod.environment]
+HOROVOD_CYCLE_TIME = "0.5"
+OMPI_MCA_coll_tuned_allreduce_algorithm = "4"
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without variables of the shell; those that a test sets go with it."""
+    for name in ("NCCL_ALGO", "HOROVOD_CYCLE_TIME", "OMPI_MCA_coll_tuned_allreduce_algorithm"):
+        os.environ.pop(name, None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
+
+def write(folder: Path, text: str = FILE) -> Path:
+    path = folder / "knobs.toml"
+    path.write_text(text)
+    return path
+
+
+def parse_knobs(words: str, path: Path, engine: str = "ddp", size: int = 2) -> Config:
+    return parse_args(engine, a_world(size=size), [*words.split(), "--knobs", str(path)])
+
+
+def test_each_engine_reads_its_own_table(tmp_path: Path) -> None:
+    ddp = {"bucket_cap_mb": 50.0, "static_graph": True}
+    knobs = read_knobs(write(tmp_path))
+    assert knobs["ddp"] == Knobs(ddp, {"NCCL_ALGO": "Ring"})
+    assert type(knobs["ddp"].settings["bucket_cap_mb"]) is float  # as the flag gives it
+    assert knobs["horovod"].settings == {"num_groups": 4}
+    assert knobs.keys() == {"ddp", "horovod"}
+    assert read_knobs(write(tmp_path, "")) == {}
+
+
+def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
+    knobs = read_knobs(write(tmp_path))
+    assert read_knobs(write(tmp_path, knobs_text(knobs))) == knobs
+    odd = {"horovod": Knobs({}, {"OMPI_MCA_btl": 'a "quoted" \\ path'})}
+    assert read_knobs(write(tmp_path, knobs_text(odd))) == odd
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[ddp", ["Expected ']'"]),
+        ("[dpp]", ["unknown field `dpp`", "[ddp] bucket_cap_mb, first_bucket_mb"]),
+        ("ddp = 3", ["`$.ddp`"]),
+        ("[ddp]\nbucket_cap = 3", ["unknown field `bucket_cap` - at `$.ddp`"]),
+        ("[horovod]\nstatic_graph = true", ["unknown field `static_graph` - at `$.horovod`"]),
+        ("[ddp]\nbucket_cap_mb = 0", ["ddp.bucket_cap_mb = 0.0:", "above 0"]),
+        ("[ddp]\nbucket_cap_mb = nan", ["ddp.bucket_cap_mb = nan:", "above 0"]),
+        ("[ddp]\nbucket_cap_mb = true", ["`float | null`, got `bool` - at `$.ddp.bucket_cap_mb`"]),
+        ("[ddp]\nstatic_graph = 1", ["`$.ddp.static_graph`"]),
+        ("[horovod]\nnum_groups = 2.0", ["`$.horovod.num_groups`"]),
+        ("[ddp]\nenvironment = 3", ["`$.ddp.environment`", "[ddp.environment]"]),
+        (
+            "[horovod.environment]\nHOROVOD_CYCLE_TIM = '1'",
+            ["horovod.environment.HOROVOD_CYCLE_TIM", "did you mean HOROVOD_CYCLE_TIME?"],
+        ),
+        ("[horovod.environment]\nHOROVOD_CYCLE_TIME = 1", ["`str`, got `int`"]),
+        ('[ddp.environment]\nNCCL_ALGO = "\\u0000"', ["$.ddp.environment"]),
+        ("[horovod.environment]\nHOROVOD_RANK = '1'", ["HOROVOD_RANK"]),
+        ("[horovod.environment]\nHOROVOD_TIMELINE = '/t'", ["HOROVOD_TIMELINE"]),
+        ("[ddp.environment]\nHOROVOD_CYCLE_TIME = '1'", ["[horovod.environment]"]),
+        ("[ddp.environment]\nPATH = '/'", ["ddp.environment.PATH", "in the shell"]),
+        ("[ddp.environment]\nNCCL_COMM_ID = 'a:1'", ["NCCL_COMM_ID", "where the ranks meet"]),
+        ("[horovod.environment]\nOMPI_MCA_rmaps_base_oversubscribe = '1'", ["in the shell"]),
+        ("[ddp.environment]\nTORCH_ALLOW_TF32_CUBLAS_OVERRIDE = '1'", ["what is computed"]),
+    ],
+)
+def test_what_is_refused_names_file_and_key(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=rf"^--knobs {path}: [^\n]*\n?\Z") as refused:
+        read_knobs(path)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_a_file_that_is_not_there_says_how_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_knobs("", tmp_path / "none.toml")
+    assert re.fullmatch(".*there is no such file.*--tune.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        # Horovod's table is not DDP's.
+        ("", {"bucket_cap_mb": 50.0, "static_graph": True, "num_groups": None}),
+        ("--bucket-cap-mb 7 --no-static-graph", {"bucket_cap_mb": 7.0, "static_graph": False}),
+        ("--preset tv-v1 --data synthetic", {"bucket_cap_mb": 50.0, "wd": 1e-4}),
+    ],
+)
+def test_flags_win_over_the_file_and_the_file_over_the_preset(
+    line: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path)
+    assert vars(parse_knobs(line, path)).items() >= {**settings, "knobs": str(path)}.items()
+
+
+def test_variables_are_set_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = parse_knobs("", write(tmp_path), "horovod")
+    ring = {"OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
+    assert config.knob_variables == {"HOROVOD_CYCLE_TIME": "0.5"} | ring
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "0.5" and "NCCL_ALGO" not in os.environ
+    assert steering_variables(os.environ).items() >= config.knob_variables.items()
+    record = json.loads(json.dumps(asdict(config)))
+    assert (record["knob_variables"], record["num_groups"]) == (config.knob_variables, 4)
+    for engine, size in (("ddp", 2), ("single", 1)):
+        parse_knobs("", write(tmp_path), engine, size)
+    assert capsys.readouterr().err == "", "nothing of the file is said to have no effect"
+
+
+def test_the_environment_wins_over_the_file_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    monkeypatch.setenv("OMPI_MCA_coll_tuned_allreduce_algorithm", "4")
+    config = parse_knobs("", write(tmp_path), "horovod")
+    assert os.environ["HOROVOD_CYCLE_TIME"] == "3" and config.knob_variables == {}
+    assert capsys.readouterr().err == (
+        "warning: HOROVOD_CYCLE_TIME=0.5 of --knobs has no effect: the environment says "
+        "HOROVOD_CYCLE_TIME=3\n"
+    )
+
+
+def test_every_knob_but_two_is_the_engines_default_and_none_is_work() -> None:
+    changed = {name for name in names_of("speed") if getattr(preset("digits"), name)}
+    assert changed == {"gradient_as_bucket_view", "sleeping_poll"}, "the same bits, in less time"
+    assert {n for names in SETTINGS.values() for n in names} == {*names_of("speed")} - {
+        "knob_variables"
+    }
+    assert SETTINGS["ddp"]["bucket_cap_mb"] is float and SETTINGS["horovod"]["num_groups"] is int
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {"bucket_cap_mb": None}),
+        ({"bucket_cap_mb": 5.0}, {"bucket_cap_mb": 5.0}),
+        ({"first_bucket_mb": 2.0}, {"bucket_cap_mb_list": [2.0, 25.0]}),
+        ({"first_bucket_mb": 2.0, "bucket_cap_mb": 9.0}, {"bucket_cap_mb_list": [2.0, 9.0]}),
+    ],
+)
+def test_bucket_sizes(settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+    assert bucket_sizes(Config(**settings)) == arguments

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import psutil
@@ -25,7 +27,7 @@ from hypothesis import strategies as st
 from launching import rarely
 from making import CPU, a_config, a_world, folder_config, in_ranks, write_images
 from PIL import Image
-from test_images import TIMMS, encoded, noisy_jpeg, picture
+from test_images import encoded, noisy_jpeg, picture
 
 from recipe.data import batches as data_module
 from recipe.data import images as images_module
@@ -34,14 +36,19 @@ from recipe.data.batches import (
     Batch,
     Data,
     InputMeter,
+    Sample,
     SampleStream,
     _one_ahead,
+    batch_places,
     check_replaced,
     data_order_sha256,
     mixed,
     open_data,
+    permutation,
+    samples_per_step,
     to_device,
     training_batches,
+    training_end,
     validation_batches,
 )
 from recipe.data.decoding import decode
@@ -51,6 +58,7 @@ from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.meter import StepMeter
 from recipe.settings.config import Config
+from recipe.training.optimizers import learning_rate
 from recipe.training.state import Progress
 
 
@@ -78,10 +86,10 @@ def test_open_data(data: Data, folders: Config) -> None:
 
 
 def read_training(
-    data: Data, config: Config, size: int, start: int, stop: int, workers: int = 0
+    data: Data, config: Config, size: int, start: int, stop: int
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     return [
-        list(training_batches(data, config, a_world(rank, size), CPU, workers, start, stop))
+        list(training_batches(data, config, a_world(rank, size), CPU, 0, start, stop))
         for rank in range(size)
     ]
 
@@ -113,25 +121,29 @@ def test_who_measures_steps_gets_none_of_the_first_epoch(
     assert {epoch for epoch, _ in keys} == {1}, "not the first, 0"
 
 
-def pixels(
-    data: Data, config: Config, size: int, start: int = 0, workers: int = 0
-) -> Counter[bytes]:
+def pixels(data: Data, config: Config, size: int, start: int = 0) -> Counter[bytes]:
     """Those of the images that all ranks read until position 36."""
     return Counter(
         image.numpy().tobytes()
-        for rank in read_training(data, config, size, start, 36, workers)
+        for rank in read_training(data, config, size, start, 36)
         for images, _ in rank
         for image in images
     )
 
 
-def test_pixels_do_not_depend_on_ranks(data: Data, folders: Config) -> None:
-    """Augmentation draws from (seed, epoch, index) alone: any split sees the same images."""
-    alone = pixels(data, folders, 1)
-    assert pixels(data, replace(folders, batch_size=2), 2) == alone
-    assert pixels(data, replace(folders, batch_size=6), 3) == alone
-    assert pixels(data, replace(folders, seed=1), 1) != alone
-    assert len(alone) > 30  # another crop in each epoch
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_pixels_do_not_depend_on_ranks(is_damaged: bool, folders: Config, colored: Config) -> None:
+    """Augmentation, and what takes the place of a bad image, is drawn from (seed, epoch, index)
+    alone: any split sees the same images."""
+    config = colored if is_damaged else folders
+    data = damage(config) if is_damaged else open_data(config)
+    alone = pixels(data, config, 1)
+    assert pixels(data, replace(config, batch_size=2), 2) == alone
+    assert pixels(data, replace(config, batch_size=6), 3) == alone
+    assert pixels(data, replace(config, seed=1), 1) != alone
+    rest = pixels(data, config, 1, start=20)
+    assert rest <= alone and rest.total() == 16
+    assert is_damaged or len(alone) > 30  # another crop in each epoch
 
 
 def test_a_repeated_image_is_augmented_anew(data: Data, folders: Config) -> None:
@@ -147,17 +159,13 @@ def test_a_repeated_image_is_augmented_anew(data: Data, folders: Config) -> None
 
 
 def test_images_grow_with_the_epochs(data: Data, folders: Config) -> None:
-    """By steps of 32, and all of a batch are of one size though an epoch ends within it."""
-    growing = a_config(first_crop_size=40, train_crop_size=80, resize_epochs=(1, 4))
-    sizes = [TrainTransform(growing).size_in(epoch) for epoch in range(6)]
-    assert sizes == [40, 40, 64, 64, 80, 80]
+    """All of a batch are of one size though an epoch ends within it."""
     config = replace(folders, first_crop_size=32, train_crop_size=40, resize_epochs=(0, 1))
-    for workers in (0, 2):
-        (batches,) = read_training(data, config, 1, 0, 3 * data.num_train, workers)
-        assert {images.shape[2:] for images, _ in batches} == {(32, 32), (40, 40)}
-        grown = [images.shape[2] == 40 for images, _ in batches]
-        assert grown == sorted(grown)
-        assert grown.index(True) == -(-data.num_train // config.batch_size)
+    (batches,) = read_training(data, config, 1, 0, 3 * data.num_train)
+    assert {images.shape[2:] for images, _ in batches} == {(32, 32), (40, 40)}
+    grown = [images.shape[2] == 40 for images, _ in batches]
+    assert grown == sorted(grown)
+    assert grown.index(True) == -(-data.num_train // config.batch_size)
 
 
 @pytest.mark.parametrize("epochs", [(11, 13), (65, 76)])
@@ -168,31 +176,25 @@ def test_growth_is_that_of_ffcv(epochs: tuple[int, int]) -> None:
     assert sizes == (np.round(np.interp(range(88), epochs, (160, 192)) / 32) * 32).tolist()
 
 
-@pytest.mark.parametrize("auto_augment", [None, "ta_wide", TIMMS])
-def test_workers_change_nothing(data: Data, folders: Config, auto_augment: str | None) -> None:
-    config, before = replace(folders, auto_augment=auto_augment), torch.get_rng_state()
-    plain, forked = (
-        [tensor for batch in read_training(data, config, 1, 4, 20, workers)[0] for tensor in batch]
-        for workers in (0, 2)
-    )
-    assert len(plain) == len(forked) == 8 and all(map(torch.equal, plain, forked))
-    # The loader starts in a session's first step, and a run that goes on has another one.
-    assert torch.equal(torch.get_rng_state(), before), "dropout draws from it"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_input_meter(folders: Config, tmp_path: Path, workers: int) -> None:
+def test_workers_change_nothing(folders: Config, tmp_path: Path) -> None:
+    """Neither what is read nor what is counted of it."""
     files = sorted(write_images(tmp_path, 3).glob("*/*.png"))
     for index, file in enumerate(files):  # random images are all of one size
         file.write_bytes(file.read_bytes() + bytes(10 * index**2))
-    data, meter = open_data(replace(folders, train_dir=str(tmp_path))), InputMeter()
-    keys = SampleStream(data.num_train, folders.seed).samples(np.arange(4, 24))
+    config = replace(folders, train_dir=str(tmp_path), auto_augment="ta_wide")
+    data, before, seen = open_data(config), torch.get_rng_state(), list[list[torch.Tensor]]()
+    keys = SampleStream(data.num_train, config.seed).samples(np.arange(4, 24))
     sizes = [files[index].stat().st_size for _, index in keys]
-    batches = training_batches(data, folders, a_world(), CPU, workers, 4, 24, meter)
-    next(batches)
-    assert (meter.files, meter.bytes) == (4, sum(sizes[:4]))
-    list(batches)
-    assert (meter.files, meter.bytes) == (20, sum(sizes))
+    for workers in (0, 2):
+        meter = InputMeter()
+        batches = training_batches(data, config, a_world(), CPU, workers, 4, 24, meter)
+        first = next(batches)
+        assert (meter.files, meter.bytes) == (4, sum(sizes[:4]))
+        seen.append([tensor for batch in (first, *batches) for tensor in batch])
+        assert (meter.files, meter.bytes) == (20, sum(sizes))
+    assert len(seen[0]) == len(seen[1]) == 10 and all(map(torch.equal, *seen))
+    # The loader starts in a session's first step, and a run that goes on has another one.
+    assert torch.equal(torch.get_rng_state(), before), "dropout draws from it"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
@@ -242,23 +244,15 @@ def test_each_batch_is_copied_while_the_one_before_is_used(
     told: list[str] = []
     side = Mock(record_event=Mock(side_effect=["copy 1", "copy 2", "copy 3"]))
     main = Mock(wait_event=lambda event: told.append(f"waits for {event}"))
-    active = [main]
-
-    @contextlib.contextmanager
-    def on(stream: Mock) -> Iterator[None]:
-        active.append(stream)
-        yield
-        active.pop()
 
     def copied(batch: Batch, config: Config, device: torch.device) -> Batch:
-        assert active[-1] is side
         told.append(f"copies {int(batch[1])}")
         return batch
 
     data_module._copying_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: active[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on := MagicMock())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: told.append("kept"))
     monkeypatch.setattr(data_module, "to_device", copied)
     batches = [(torch.zeros(1), torch.tensor(number)) for number in (1, 2, 3)]
@@ -272,6 +266,7 @@ def test_each_batch_is_copied_while_the_one_before_is_used(
         "waits for copy 2", "kept", "kept", "step 2",
         "waits for copy 3", "kept", "kept", "step 3",
     ]  # fmt: skip
+    assert set(map(str, on.call_args_list)) == {str(call(side))}
     assert list(_one_ahead([], folders, CPU)) == []
 
 
@@ -301,19 +296,6 @@ def test_batches_on_a_gpu(data: Data, folders: Config, channels_last: bool, work
     for (images, labels), (others, other_labels) in zip(sums, expected, strict=True):
         torch.testing.assert_close(images.cpu(), others, rtol=0, atol=1e-6)
         assert torch.equal(labels.cpu(), other_labels)
-
-
-def test_data_order(data: Data, folders: Config, tmp_path: Path) -> None:
-    first = data_order_sha256(data, folders)
-    assert data_order_sha256(data, folders) == first
-    assert data_order_sha256(data, replace(folders, seed=1)) != first
-    # The same images elsewhere are the same data.
-    write_images(tmp_path / "train", 3)
-    write_images(tmp_path / "val", 2)
-    moved = replace(folders, train_dir=str(tmp_path / "train"), val_dir=str(tmp_path / "val"))
-    assert data_order_sha256(open_data(moved), moved) == first
-    (tmp_path / "train" / "a" / "0.png").rename(tmp_path / "train" / "a" / "9.png")
-    assert data_order_sha256(open_data(moved), moved) != first
 
 
 LOADING = """
@@ -393,57 +375,6 @@ def test_workers_that_cannot_hand_over_are_one_sentence(
     assert "Traceback" not in done.stderr and "--workers 0" in done.stderr
 
 
-# Both images become pipes when they are listed; the network is made when a worker has read them.
-BEFORE_THE_NETWORK = """
-import os, sys
-from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
-from pathlib import Path
-from recipe.errors import one_message
-from recipe.start import Hooks, start
-if __name__ == "__main__":
-    engine, folder, image, *words = sys.argv[1:]
-    pipes = [Path(folder, label, "0.png") for label in "ab"]
-    config, world = start(engine, words)
-    train = import_module(f"{engine}_train.train")
-    build_model, open_data = train.build_model, train.open_data
-    def listed(*args):
-        data = open_data(*args)
-        for pipe in pipes:
-            os.unlink(pipe)
-            os.mkfifo(pipe)
-        return data
-    def build(*args, **kwargs):
-        content = Path(image).read_bytes()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda pipe: pipe.write_bytes(content), pipes))
-        print("read", flush=True)
-        return build_model(*args, **kwargs)
-    train.build_model, train.open_data = build, listed
-    with one_message(world):
-        sys.exit(train.main(config, world, Hooks()))
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("engine", ["ddp", rarely("horovod")])
-def test_the_first_batches_are_read_before_there_is_a_network(engine: str, tmp_path: Path) -> None:
-    write_images(tmp_path / "train", 1, "ab")
-    image = next(write_images(tmp_path / "val", 1, "ab").rglob("*.png"))
-    script = tmp_path / "before.py"
-    script.write_text(BEFORE_THE_NETWORK)
-    words = ["--data", str(tmp_path), "--cache-dir", str(tmp_path / "cache"), "--max-steps", "1"]
-    words += ["--arch", "resnet10", "--workers", "1", "--batch-size", "2", "--no-cuda"]
-    words += ["--train-crop-size", "32", "--log-dir", str(tmp_path / "runs")]
-    command = [sys.executable, str(script), engine, str(tmp_path / "train"), str(image), *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        try:
-            assert "read\n" in trainer.stdout
-        finally:
-            trainer.kill()
-
-
 # ---- bad images ----
 
 
@@ -506,20 +437,10 @@ def test_another_image_takes_the_place_of_a_bad_one(colored: Config) -> None:
         assert old_label == index // 3
 
 
-def test_the_same_one_at_any_number_of_ranks(colored: Config) -> None:
-    data = damage(colored)
-    alone = pixels(data, colored, 1)
-    assert pixels(data, replace(colored, batch_size=2), 2) == alone
-    assert pixels(data, replace(colored, batch_size=6), 3) == alone
-    assert pixels(data, colored, 1, workers=2) == alone
-    rest = pixels(data, colored, 1, start=20)
-    assert rest <= alone and rest.total() == 16
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_are_told_with_their_reasons(colored: Config, workers: int) -> None:
+def test_bad_images_are_told_with_their_reasons(colored: Config) -> None:
+    """By a loader worker, too."""
     data, meter = damage(colored), InputMeter()
-    list(training_batches(data, colored, a_world(), CPU, workers, 0, 36, meter))
+    list(training_batches(data, colored, a_world(), CPU, 1, 0, 36, meter))
     assert data.train is not None
     assert meter.replaced.keys() == BAD.keys()
     for index, words in {1: "It has 0 bytes", 4: "begins with", 8: "more than its pix"}.items():
@@ -557,57 +478,42 @@ def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> 
         list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
 
 
-class Failing:
-    """A transform's last step fails for one image, whose pixels are all 201."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        if (image[2] == 201).all():
-            raise self.error
-        return image
-
-
-@pytest.mark.parametrize("where", ["decoding", "transforming"])
+@pytest.mark.parametrize("where", ["decode", "resize"])
 @pytest.mark.parametrize(
-    ("error", "words"),
+    "error",
     [
-        (MemoryError(), "MemoryError"),
-        (RuntimeError("can't allocate memory"), "can't allocate memory"),
-        (OverflowError("too large"), "too large"),
-        (zlib.error("bad"), "bad"),
-        (Image.DecompressionBombError("bomb"), "bomb"),
+        MemoryError(),
+        RuntimeError("can't allocate memory"),
+        OverflowError("too large"),
+        zlib.error("bad"),
+        Image.DecompressionBombError("bomb"),
     ],
 )
 def test_whatever_an_image_raises_names_it_or_replaces_it(
-    colored: Config, where: str, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+    colored: Config, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, opened = open_data(colored), Image.open
-    assert data.train is not None
-    content = data.train.read(7)
-    if where == "decoding":
-        fail = Mock(side_effect=error)
-        monkeypatch.setattr(
-            Image, "open", lambda file: fail() if file.getvalue() == content else opened(file)
-        )
-    else:
-        monkeypatch.setattr(images_module, "_steps_after_crop", lambda config: [Failing(error)])
-    meter = InputMeter()
+    """In training; in validation none is replaced."""
+    owner, name = (Image, "open") if where == "decode" else (images_module, "resize")
+    real, left = getattr(owner, name), iter([error])
+
+    def fails_first(*given: Any) -> Any:
+        for one in left:
+            raise one
+        return real(*given)
+
+    monkeypatch.setattr(owner, name, fails_first)
+    data, meter = open_data(colored), InputMeter()
     list(training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter))
-    reason = f"{data.train.name(7)}: cannot be read as an image ({words})"
-    assert list(meter.replaced) == [7] and meter.replaced[7].startswith(reason)
+    ((_, reason),) = meter.replaced.items()
+    assert (
+        ".png: cannot be read as an image (" in reason and (str(error) or "MemoryError") in reason
+    )
     strict = replace(colored, bad_images="error")
-    with pytest.raises(UserError, match=re.escape(reason)):
-        list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
-
-
-def test_an_error_in_validation_names_the_image(
-    folders: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(images_module, "resize", Mock(side_effect=RuntimeError("no memory")))
-    with pytest.raises(UserError, match=r"val/a/0\.png: .*\(no memory\)"):
-        list(validation_batches(open_data(folders), folders, a_world(), CPU, 0))
+    batches = training_batches(data, strict, a_world(), CPU, 0, 0, 9)
+    for one in (batches, validation_batches(data, colored, a_world(), CPU, 0)):
+        left = iter([error])
+        with pytest.raises(UserError, match=r"\.png: cannot be read as an image \("):
+            list(one)
 
 
 def test_where_no_good_image_is_found_training_ends(colored: Config) -> None:
@@ -615,14 +521,6 @@ def test_where_no_good_image_is_found_training_ends(colored: Config) -> None:
         file.write_bytes(b"")
     with pytest.raises(UserError, match=r"It has 0 bytes.* 5 replacements failed, too"):
         read_training(open_data(colored), colored, 1, 0, 4)
-
-
-def test_validation_images_are_never_replaced(colored: Config) -> None:
-    data = open_data(colored)
-    assert data.val is not None
-    Path(data.val.name(1)).write_bytes(b"")
-    with pytest.raises(UserError, match=r"val/b/0\.png: cannot be read as an image"):
-        list(validation_batches(data, colored, a_world(), CPU, 0))
 
 
 def test_bad_images_are_counted_over_ranks(colored: Config) -> None:
@@ -718,3 +616,237 @@ def test_training_goes_on_with_the_batches_that_it_would_have_had(tmp_path: Path
             assert all(map(torch.equal, one, other))
             images, shares = to_device(one, config, CPU)
             assert images is one[0] and shares.shape == (len(images), 3)
+
+
+# ---- which images each step reads, how many, and at which learning rate ----
+
+
+counts = st.integers(1, 200)
+small = st.integers(1, 8)
+quick = settings(max_examples=60, deadline=None)
+
+
+def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> list[Sample]:
+    """The samples that all ranks together read, step by step."""
+    places = [(position, batch) for position in range(start, stop, batch * size)]
+    ranks = [list(stream.batches(places, rank, size)) for rank in range(size)]
+    assert all(len(one) == batch for batches in ranks for one in batches)
+    return [sample for step in zip(*ranks, strict=True) for one in step for sample in one]
+
+
+@quick
+@given(counts, st.integers(0, 500), st.sampled_from([6, 12, 24]), st.data())
+def test_a_step_is_the_same_set_for_any_split(
+    num_images: int, start: int, step: int, data: st.DataObject
+) -> None:
+    """Ranks x accumulated batches x batch size: only their product counts."""
+    divisors = [n for n in range(1, step + 1) if step % n == 0]
+    size = data.draw(st.sampled_from(divisors))
+    accumulated = data.draw(st.sampled_from([n for n in divisors if step // size % n == 0]))
+    batch = step // size // accumulated
+    stream = SampleStream(num_images, 3)
+    split = read(stream, start, start + step, batch, size)
+    alone = read(stream, start, start + step, step, 1)
+    assert Counter(split) == Counter(alone)
+    assert Counter(alone) == Counter(stream.samples(np.arange(start, start + step)))
+
+
+@quick
+@given(counts, small, small, st.integers(1, 5), small, small, st.integers(0, 20))
+def test_each_image_of_an_epoch_so_many_times(
+    num_images: int, batch: int, size: int, repeats: int, new_batch: int, new_size: int, steps: int
+) -> None:
+    """Once, or as often as it repeats: one after the other, each time in another pass; also over a
+    resume at another world size."""
+    stream, position = SampleStream(num_images, 7, repeats=repeats), steps * batch * size
+    before = read(stream, 0, position, batch, size) if steps else []
+    end = (position // num_images + 2) * num_images
+    seen = before + read(stream, position, end, new_batch, new_size)
+    assert len(set(seen)) == len(seen), "no image twice with the same augmentation"
+    for epoch in range(end // num_images):
+        passes = range(epoch * repeats, (epoch + 1) * repeats)
+        times = Counter(index for number, index in seen if number in passes)
+        *whole, rest = divmod(num_images, repeats)
+        expected = permutation(num_images, 7, epoch)[: -(-num_images // repeats)].tolist()
+        assert set(times) == set(expected)
+        assert sum(times.values()) == num_images
+        assert Counter(times.values()) == Counter([repeats] * whole[0] + [rest] * (rest > 0))
+    ahead = stream.samples(np.arange(num_images))
+    assert [index for _, index in ahead] == sorted(
+        (index for _, index in ahead), key=permutation(num_images, 7, 0).tolist().index
+    )
+
+
+def test_ranks_take_turns() -> None:
+    stream = SampleStream(100, 0)
+    ahead = stream.samples(np.arange(12))
+    assert list(stream.batches([(0, 3), (6, 3)], 1, 2)) == [ahead[1:6:2], ahead[7:12:2]]
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    """And is fixed: else runs of older versions could not be resumed."""
+    others = [permutation(8, 1, 0), permutation(8, 42, 1)]
+    np.random.seed(5)
+    assert permutation(8, 42, 0).tolist() == [3, 4, 2, 7, 6, 1, 5, 0]
+    assert not any(np.array_equal(permutation(8, 42, 0), other) for other in others)
+
+
+# ---- batches that grow from epoch to epoch ----
+
+
+def images(count: int) -> Data:
+    return Data(None, None, num_train=count, num_val=1, num_classes=2)
+
+
+def sizes(config: Config) -> list[int]:
+    return [samples_per_step(config, a_world(), epoch) for epoch in range(5)]
+
+
+def test_batches_grow_by_equal_steps_and_are_rounded_up() -> None:
+    assert sizes(a_config(batch_size=12, batch_size_warmup_epochs=2)) == [4, 8, 12, 12, 12]
+    assert sizes(a_config(batch_size=10, batch_size_warmup_epochs=2)) == [4, 7, 10, 10, 10]
+    assert sizes(a_config(batch_size=49, batch_size_warmup_epochs=47))[:3] == [2, 3, 4]
+    assert sizes(a_config(batch_size=10)) == [10] * 5
+    several = a_config(batch_size=4, batches_per_allreduce=3, batch_size_warmup_epochs=1)
+    assert [samples_per_step(several, a_world(0, 5), epoch) for epoch in (0, 1)] == [30, 60]
+    assert samples_per_step(several, a_world(0, 5)) == 60
+
+
+def places_of(config: Config, size: int, count: int, start: int, stop: int) -> list:
+    return list(batch_places(config, a_world(0, size), count, start, stop))
+
+
+def test_steps_that_are_left_out_are_not_made() -> None:
+    config = a_config(batch_size=2, batches_per_allreduce=2)
+    places = [*batch_places(config, a_world(0, 3), 100, 0, 60, left_out=[12, 48])]
+    assert places == [(start, 2) for start in (0, 6, 24, 30, 36, 42)]
+
+
+@quick
+@given(st.integers(1, 150), st.integers(3, 9), small, small, st.integers(0, 3), st.data())
+def test_a_resumed_run_goes_on_exactly(
+    count: int, batch: int, size: int, passes: int, warmup: int, drawn: st.DataObject
+) -> None:
+    """Where each step begins, how many images it has, and where training ends; at another number
+    of workers each image still comes once an epoch."""
+    config = a_config(
+        batch_size=batch, batches_per_allreduce=passes, batch_size_warmup_epochs=warmup, epochs=5
+    )
+    world = a_world(0, size)
+    last_step, stop = training_end(config, world, images(count), 0, 0)
+    whole = places_of(config, size, count, 0, stop)
+    starts = [position for position, _ in whole[::passes]]
+    assert len(starts) == last_step and starts[-1] < 5 * count <= stop
+    for start, end in pairwise([*starts, stop]):
+        assert end - start == samples_per_step(config, world, start // count)
+    step = drawn.draw(st.integers(0, last_step - 1))
+    assert training_end(config, world, images(count), step, starts[step]) == (last_step, stop)
+    assert places_of(config, size, count, starts[step], stop) == whole[step * passes :]
+
+    other = drawn.draw(small)
+    _, end = training_end(config, a_world(0, other), images(count), step, starts[step])
+    stream, seen = SampleStream(count, 7), list[Sample]()
+    for places, ranks in (
+        (whole[: step * passes], size),
+        (places_of(config, other, count, starts[step], end), other),
+    ):
+        for rank in range(ranks):
+            seen += [sample for one in stream.batches(places, rank, ranks) for sample in one]
+    assert len(set(seen)) == len(seen)
+    assert {(epoch, index) for epoch in range(5) for index in range(count)} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "step", "seen", "end"),
+    [
+        (None, 0, 0, (5 + 5, 5 * 4 + 5 * 8)),  # of 20 images an epoch
+        (None, 5, 20, (10, 60)),
+        (7, 0, 0, (7, 20 + 16)),
+        (7, 7, 36, (7, 36)),
+        (7, 9, 52, (9, 52)),  # a run that went on with fewer steps has had them
+        (None, 10, 60, (10, 60)),
+    ],
+)
+def test_training_ends(max_steps: int | None, step: int, seen: int, end: tuple[int, int]) -> None:
+    """What is only evaluated has ended."""
+    config = a_config(batch_size=8, batch_size_warmup_epochs=1, epochs=3, max_steps=max_steps)
+    assert training_end(config, a_world(), images(20), step, seen) == end
+    evaluation = replace(config, evaluate=True)
+    assert training_end(evaluation, a_world(), images(20), step, seen) == (step, seen)
+
+
+def test_the_rate_grows_with_the_batch() -> None:
+    """Also where the batch is rounded: the schedule knows epochs alone."""
+    base = a_config(base_lr=0.1, warmup_epochs=2.0, epochs=5, batch_size=10)
+    growing = a_config(**{**vars(base), "batch_size_warmup_epochs": 2})
+    for epoch, share in {0: 1 / 3, 0.9: 1 / 3, 1: 2 / 3, 1.9: 2 / 3, 2: 1, 4: 1}.items():
+        for scale in (1, 8):
+            rate = learning_rate(base, epoch, scale)
+            assert learning_rate(growing, epoch, scale) == pytest.approx(share * rate)
+    assert learning_rate(growing, 4.5, 8) == learning_rate(base, 4.5, 8)
+
+
+# ---- the learning rate ----
+
+
+STEP = a_config(
+    lr_scheduler="step",
+    base_lr=0.1,
+    warmup_epochs=5.0,
+    lr_step_epochs=(30, 60, 80),
+    lr_gamma=0.1,
+    epochs=90,
+)
+COSINE = a_config(lr_scheduler="cosine", base_lr=0.1, warmup_epochs=5.0, epochs=25, lr_min=0.01)
+JUST_BELOW = 1 - 1e-12
+
+
+QUARTER = 0.5 * (1 + math.cos(math.pi / 4))
+# Settings, and the rates of eight workers by epoch.
+RATES: dict[str, tuple[Config, dict[str, Any], dict[float, float]]] = {
+    **{
+        f"gradual warm-up, from one worker's rate, {config.lr_scheduler}": (
+            config, {}, {0: 0.1, 2.5: 0.45, 5 * JUST_BELOW: 0.8, 5: 0.8}
+        )
+        for config in (STEP, COSINE)
+    },
+    "linear warm-up, from near zero": (
+        STEP, {"warmup_method": "linear"}, {0: 0.008, 2.5: 0.404, 5: 0.8}
+    ),
+    "none": (STEP, {"warmup_epochs": 0.0}, {0: 0.8}),
+    "steps": (
+        STEP, {},
+        {
+            30 * JUST_BELOW: 0.8, 30: 0.08, 60 * JUST_BELOW: 0.08, 60: 0.008,
+            80 * JUST_BELOW: 0.008, 80: 0.0008, 90: 0.0008,
+        },
+    ),
+    # The last batch may pass the end.
+    "cosine": (
+        COSINE, {}, {5: 0.8, 10: 0.01 + 0.79 * QUARTER, 15: 0.405, 25: 0.01, 26: 0.01}
+    ),
+    "linear": (
+        COSINE, {"lr_scheduler": "linear"}, {5: 0.8, 10: 0.6025, 15: 0.405, 25: 0.01, 26: 0.01}
+    ),
+    "a cosine with restarts is several: of the lengths 5, 10 and 5": (
+        COSINE, {"lr_restart_epochs": (10, 20)},
+        {
+            5: 0.8, 7.5: 0.405, 10 * JUST_BELOW: 0.01, 10: 0.8, 15: 0.405, 20 * JUST_BELOW: 0.01,
+            20: 0.8, 22.5: 0.405, 25: 0.01, 26: 0.01,
+        },
+    ),
+    "warm-up to the end": (
+        COSINE, {"warmup_epochs": 25.0}, {25 * JUST_BELOW: 0.8, 25: 0.8}  # no time is left
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RATES)
+def test_rates(case: str) -> None:
+    base, settings, rates = RATES[case]
+    config = a_config(**{**vars(base), **settings})
+    assert {at: learning_rate(config, at, 8) for at in rates} == pytest.approx(rates)
+
+
+def test_one_worker_needs_no_gradual_warm_up() -> None:
+    assert {learning_rate(STEP, epoch / 10, 1) for epoch in range(50)} == {0.1}

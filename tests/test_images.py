@@ -5,14 +5,14 @@ import pickle
 import random
 import struct
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -232,30 +232,9 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(
     for look in (decode, image_size, lambda *given: transform(*given, (0, 0, 0), out)):
         with pytest.raises(UserError, match=r"a\.jpg: .*\(61 x 47 pixels, and 2,866 are the limit"):
             look(content, "a.jpg")
-
-
-def test_the_limit_on_pixels_is_below_what_a_jpeg_can_claim() -> None:
-    large = bytearray(encoded(picture(), "JPEG"))
-    at = decoding._height_position(bytes(large))
-    assert at is not None
-    large[at : at + 4] = (30_000).to_bytes(2, "big") * 2
-    with pytest.raises(UserError, match="30,000 x 30,000 pixels"):
-        decode(bytes(large), "a.jpg")
+    monkeypatch.undo()
     bomb = b"P6 13000 13000 255\n"  # larger than Pillow's first limit, which only warns
     assert image_size(bomb, "a.ppm") == (13_000, 13_000)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**63), st.integers(1, 40), st.sampled_from(["JPEG", "PNG", "GIF", "TIFF"]))
-def test_damaged_bytes_raise_nothing_but_user_errors(
-    seed: int, num_bytes: int, image_format: str
-) -> None:
-    content = np.frombuffer(encoded(picture(), image_format), dtype=np.uint8).copy()
-    rng = np.random.default_rng(seed)
-    content[rng.integers(0, len(content), num_bytes)] = rng.integers(0, 256, num_bytes)
-    with warnings.catch_warnings(), suppress(UserError):
-        warnings.simplefilter("ignore")
-        decode(content.tobytes(), "a.jpg")
 
 
 # ---- transforms ----
@@ -377,13 +356,6 @@ def test_pixels_and_other_random_streams_know_nothing_of_each_other(
         assert random_states() == before
 
 
-def test_a_seed_is_taken_back_after_an_error() -> None:
-    before = random_states()
-    with pytest.raises(ZeroDivisionError), images.seeded(1):
-        raise ZeroDivisionError(torch.rand(3))
-    assert random_states() == before
-
-
 def test_each_part_of_the_key_counts() -> None:
     transform = a_transform(16, random_erase=0.5)
     keys = [(s, e, i) for s in range(4) for e in range(4) for i in range(4)]
@@ -484,22 +456,16 @@ def test_data_left_over_is_counted(damage: bytes | None) -> None:
     assert whole(content, "a.jpg", (0, 0, 0), out) == validate(content, 24, 24)[1] > 0
 
 
-def test_bytes_behind_the_image() -> None:
+def test_bytes_that_do_not_belong_there() -> None:
+    """They are left over, or damage before a restart; behind the end nobody looks."""
     plain = encoded(picture(), "JPEG")
-    assert plain.endswith(b"\xff\xd9")
     image, left_over = decode(plain[:-2] + bytes(50) + plain[-2:], "a.jpg")
     assert 40 < left_over <= 50
-    assert (image == decode(plain, "a.jpg")[0]).all()
-    # What follows the image's end is not looked at.
-    assert (decode(plain + bytes(50), "a.jpg")[0] == image).all()
-
-
-def test_data_left_over_before_a_restart_is_damage() -> None:
-    content = bytearray(encoded(picture(93, 131), "JPEG", quality=90, restart_marker_blocks=2))
-    restart = content.index(b"\xff\xd3")
-    content[restart:restart] = bytes(50)
+    for content in (plain, plain + bytes(50)):
+        assert (decode(content, "a.jpg")[0] == image).all()
+    restarts = encoded(picture(93, 131), "JPEG", quality=90, restart_marker_blocks=2)
     with pytest.raises(UserError, match="extraneous bytes before marker 0xd3"):
-        decode(bytes(content), "a.jpg")
+        decode(restarts.replace(b"\xff\xd3", bytes(50) + b"\xff\xd3", 1), "a.jpg")
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])

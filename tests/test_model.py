@@ -1,10 +1,12 @@
 """Networks, parameter groups, number formats, moving averages, and seeds."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partialmethod
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,15 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from making import CPU, TinyNet, a_config, in_ranks
+from making import CPU, TinyNet, a_config, a_world, in_ranks
 from test_optimizers import needs_timm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recipe.data.batches import open_data, to_device
 from recipe.errors import UserError
+from recipe.ranks import Ranks
 from recipe.record.fingerprint import weights_sha256
-from recipe.settings.config import is_resnet
+from recipe.settings.config import Config, is_resnet
 from recipe.training.batch_norm import SyncBatchNorm, flat_batch_norm, replace_batch_norm
+from recipe.training.metrics import batch_sums, evaluate, means, validate
 from recipe.training.model import (
     NORMS,
     autocast,
@@ -127,10 +132,6 @@ def test_the_networks_whose_blocks_can_begin_as_the_identity() -> None:
     for arch in torchvision.models.list_models(module=torchvision.models):
         builder = torchvision.models.get_model_builder(arch)
         assert is_resnet(arch) == (builder.__module__ == "torchvision.models.resnet"), arch
-    other = a_config(arch="squeezenet1_1", zero_init_residual=True, **sizes(32))
-    assert weights_sha256(build_model(other, 10, True)) == weights_sha256(
-        build_model(a_config(**SMALL), 10, True)
-    )
 
 
 def test_blur_before_strides() -> None:
@@ -296,21 +297,13 @@ def test_parameter_groups(arch: str) -> None:
 
 @pytest.mark.parametrize(("norms", "expected"), [(None, [0.1] * 3), (0.0, [0.1, 0.0, 0.1])])
 def test_decay_is_that_of_weights_unless_told(norms: float | None, expected: list[float]) -> None:
-    groups = parameter_groups(TinyNet(), a_config(wd=0.1, norm_weight_decay=norms))
+    """And a parameter that is tied comes once, a frozen one not at all."""
+    model = nn.Sequential(TinyNet(), TinyNet())
+    model[1].conv.weight = model[0].conv.weight
+    model[1].head.bias.requires_grad = False
+    groups = parameter_groups(model, a_config(wd=0.1, norm_weight_decay=norms))
     assert [group["weight_decay"] for group in groups] == expected
-
-
-def test_tied_and_frozen_parameters() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    model[1].bias.requires_grad = False
-    groups = parameter_groups(model, a_config())
-    assert sum(len(group["params"]) for group in groups) == 2
-
-
-def test_optimizer() -> None:
-    optimizer = build_optimizer(TinyNet(), a_config(momentum=0.7, nesterov=True))
-    assert all(group["momentum"] == 0.7 and group["nesterov"] for group in optimizer.param_groups)
+    assert sum(len(group["params"]) for group in groups) == 2 * 6 - 2
 
 
 @pytest.mark.parametrize(
@@ -398,22 +391,6 @@ def test_seed_of_a_step() -> None:
     assert draw(0, 0) == first
     torch.manual_seed(0xC2CC515E)  # what "42 0 0" gives for ever
     assert torch.rand(()).item() == first
-
-
-@pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v2"])  # 1x1 kernels, and of one channel
-def test_gradients_have_their_weights_strides_in_nhwc(arch: str) -> None:
-    """Or DDP warns of each that differs from its bucket; and contiguous, or Horovod refuses it."""
-    config = a_config(arch=arch, channels_last=True, precision="bf16", train_crop_size=32)
-    model = build_model(config, 10, download=False)
-    plain = build_model(replace(config, channels_last=False), 10, download=False)
-    assert weights_sha256(model) == weights_sha256(plain)
-    images = torch.rand(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    with autocast(config, CPU):
-        model(images).sum().backward()
-    for weight in model.parameters():
-        assert weight.grad is not None
-        assert weight.grad.stride() == weight.stride()
-        assert weight.grad.is_contiguous()
 
 
 @pytest.fixture
@@ -562,3 +539,125 @@ def test_other_number_formats_are_normalised_in_fp32(dtype: torch.dtype) -> None
     images = torch.randn(4, CHANNELS, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     norm = SyncBatchNorm(lambda values: values, CHANNELS)
     torch.testing.assert_close(norm(images), norm(images.float()).to(dtype), rtol=0, atol=0)
+
+
+# ---- sums that add up to the same figures however the images are split ----
+
+
+def sums_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return batch_sums(outputs, targets, nn.functional.cross_entropy(outputs, targets))
+
+
+def test_figures() -> None:
+    outputs = torch.tensor([[9.0, 8, 7, 6, 5, 4], [1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
+    targets = torch.tensor([0, 0, 4])  # the best guess; the last of six; the fifth
+    sums = sums_of(outputs, targets)
+    loss = nn.functional.cross_entropy(outputs, targets, reduction="sum").item()
+    assert sums.tolist() == pytest.approx([loss, 1, 2, 3], rel=1e-6)
+    assert means(sums) == pytest.approx({"loss": loss / 3, "top1": 100 / 3, "top5": 200 / 3})
+
+
+def test_the_label_of_a_mixed_image_is_its_largest_share() -> None:
+    outputs = torch.tensor([[3.0, 2, 1], [3, 2, 1], [1, 2, 3]])
+    shares = torch.tensor([[0.6, 0.4, 0], [0, 0.3, 0.7], [0.1, 0, 0.9]])
+    _, top1, _, count = sums_of(outputs, shares).tolist()
+    assert (top1, count) == (2, 3)
+
+
+def test_a_flipped_evaluation_takes_the_mean_of_both_outputs() -> None:
+    model, config = TinyNet(6), a_config(val_flip=True)
+    images = torch.randint(0, 256, (5, 3, 5, 5), dtype=torch.uint8)
+    targets = torch.arange(5)
+    whole = [(images, targets)], [(images.flip(-1), targets)]
+    one, other = (evaluate(model, batches, config, CPU) for batches in whole)
+    assert torch.equal(one, other), "left and right no longer count"
+    normalised, _ = to_device((images, targets), config, CPU)
+    with torch.no_grad():
+        outputs = (model.eval()(normalised) + model(normalised.flip(-1))) / 2
+    assert torch.equal(one, sums_of(outputs, targets))
+    assert not torch.equal(one, evaluate(model, whole[0], a_config(), CPU))
+
+
+@pytest.mark.parametrize("broken", ["all", "its own", "another"])
+def test_a_nan_is_no_hit(broken: str) -> None:
+    """topk takes NaN for the greatest number, and the first of several for the best guess."""
+    outputs = torch.arange(12.0).flip(0).repeat(2, 1)
+    outputs[:, {"all": slice(None), "its own": 0, "another": 3}[broken]] = math.nan
+    _, top1, top5, count = sums_of(outputs, torch.zeros(2, dtype=torch.int64)).tolist()
+    assert (top1, top5, count) == (0, 2 if broken == "another" else 0, 2)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 4, 5])
+def test_top_5_of_five_classes_or_fewer(classes: int) -> None:
+    outputs = torch.randn(7, classes)
+    assert means(sums_of(outputs, torch.zeros(7, dtype=torch.int64)))["top5"] == 100
+
+
+def batches(images: torch.Tensor, targets: torch.Tensor, size: int, rank: int, ranks: int):
+    mine = images[rank::ranks], targets[rank::ranks]
+    return list(zip(*(part.split(size) for part in mine), strict=True)) if len(mine[1]) else []
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(37, 1), (1, 1), (8, 1), (8, 2), (5, 3), (4, 50)])
+def test_evaluation_is_exact_at_any_split(size: int, ranks: int) -> None:
+    """Fault 2 of other trainers: no image twice, and none left out, at any world size."""
+    torch.manual_seed(1)
+    model = TinyNet(6)
+    images = torch.randint(0, 256, (37, 3, 5, 5), dtype=torch.uint8)
+    targets = torch.randint(0, 6, (37,))
+    config = a_config()
+    alone = evaluate(model, batches(images, targets, 37, 0, 1), config, CPU)
+    split = torch.stack(
+        [
+            evaluate(model, batches(images, targets, size, rank, ranks), config, CPU)
+            for rank in range(ranks)
+        ]
+    ).sum(dim=0)
+    assert split[1:].tolist() == alone[1:].tolist()
+    assert split[3] == 37
+    assert split[0].item() == pytest.approx(alone[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_changes_nothing(training: bool) -> None:
+    model = TinyNet().train(training)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    images = torch.zeros(4, 3, 5, 5, dtype=torch.uint8)
+    sums = evaluate(model, [(images, torch.zeros(4, dtype=torch.int64))], a_config(), CPU)
+    assert not sums.requires_grad
+    assert model.training == training
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_loss_of_half_precision_is_summed_in_full() -> None:
+    config = a_config(precision="bf16")
+    images = torch.randint(0, 256, (64, 3, 5, 5), dtype=torch.uint8)
+    sums = evaluate(TinyNet(), [(images, torch.zeros(64, dtype=torch.int64))], config, CPU)
+    assert sums.dtype == torch.float64
+    assert sums[0] / 64 != (sums[0] / 64).bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_sums_of_a_batch_do_not_wait_for_the_gpu() -> None:
+    device = torch.device("cuda", 0)
+    outputs = torch.randn(8, 10, device=device)
+    targets = torch.zeros(8, dtype=torch.int64, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = sums_of(outputs, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sums[3].item() == 8
+
+
+def test_synthetic_data_is_evaluated_only_when_asked() -> None:
+    config = a_config(data="synthetic", synthetic_images=10, batch_norm="sync", val_crop_size=8)
+    parts = SimpleNamespace(model=TinyNet(1000), ema=None)
+
+    def validated(config: Config) -> list[str]:
+        data = open_data(config)
+        return [e.weights for e in validate(parts, config, Ranks(a_world()), data, CPU, 0)]
+
+    assert validated(config) == []
+    assert validated(replace(config, desired_acc=75.0)) == ["model"]

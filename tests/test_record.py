@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from launching import read_json
@@ -21,14 +22,15 @@ from recipe import session as sessions
 from recipe import watch
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import EXIT_SAVED, UserError
+from recipe.files import partial_name
 from recipe.ranks import Ranks
 from recipe.record import checkpoint
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
 from recipe.record.meter import StepMeter
-from recipe.record.probes import write_trace
+from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.recorder import Recorder
-from recipe.record.resume import repair_best, take_over
+from recipe.record.resume import take_over
 from recipe.record.schema import WARM_UP_STEPS
 from recipe.session import LOOK_SECONDS, Session
 from recipe.settings.config import Config
@@ -110,7 +112,6 @@ class Training(Session):
 def test_where_a_rank_is_that_hangs() -> None:
     meter = StepMeter(CONFIG, a_world(), CPU, DATA, Progress(step=7))
     assert watch.whereabouts() == "after step 7"
-    meter.lap("data")
     meter.lap("forward")
     assert watch.whereabouts() == "in step 8, after forward"
 
@@ -315,25 +316,24 @@ def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
     assert (last["name"], last["step"]) == ("diverged", 4)
 
 
-@pytest.mark.parametrize("part", ["file", "board", "step_board", "trace", "summary"])
+@pytest.mark.parametrize("part", ["file", "board", "step_board", "summary", "checkpoint"])
 def test_a_disk_that_fills_up_is_one_sentence(
-    part: str, tmp_path: Path, clock: SimpleNamespace
+    part: str, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(CONFIG, tensor_steps=9)
-    session = Training(tmp_path, clock, config=config)
+    session = Training(tmp_path, clock)
     session.steps(4)
-    recorder = session.recorder
+    recorder, failed = session.recorder, Future[None]()
     full = open("/dev/full", "w", buffering=1)  # noqa: SIM115, for closing it fails, too
-    with pytest.raises(UserError, match=r"cannot be written there \(.+\); make room, or "):
-        if part == "file":
-            recorder.file = full
-        elif part.endswith("board"):
-            getattr(recorder, part).file = full.buffer
-        elif part == "trace":
-            (tmp_path / "trace").touch()
-            write_trace(config, a_world(), tmp_path, 5, TinyNet(), torch.zeros(()))
-        elif part == "summary":
-            (tmp_path / "summary.json").mkdir()
+    failed.set_exception(UserError("cannot be written there (...); make room, or"))
+    if part == "file":
+        recorder.file = full
+    elif part.endswith("board"):
+        getattr(recorder, part).file = full.buffer
+    elif part == "summary":
+        (tmp_path / "summary.json").mkdir()
+    else:
+        monkeypatch.setattr(checkpoint, "WRITES", [failed])
+    with pytest.raises(UserError, match=r"cannot be written there \(.+\); make room, or"):
         session.steps(1)
         recorder.close(SUMMARY)
 
@@ -422,26 +422,32 @@ def test_resumed_run_leaves_the_lines_of_a_whole_one(
     assert lines(tmp_path / "run", "event", "name") == ["start", "resume"]
 
 
-def test_epoch_that_ends_inside_a_step(tmp_path: Path, clock: SimpleNamespace) -> None:
-    """Its last step counts once, in the figures of the epoch that it began in."""
-    session = Training(tmp_path, clock, config=replace(CONFIG, batch_size=6))
-    session.steps(10)  # which end at 6, 12, 18, 24, ...
-    assert lines(tmp_path, "step", "epoch") == [*[0] * 4, *[1] * 3, *[2] * 3]
-    losses = pytest.approx([2 + (1 + 2 + 3 + 4) / 4, 2 + (5 + 6 + 7) / 3, 2 + (8 + 9 + 10) / 3])
-    assert lines(tmp_path, "epoch", "loss") == losses
-    assert lines(tmp_path, "epoch", "seconds") == [2.0, 1.5, 1.5]
-
-
-def test_batches_that_grow(tmp_path: Path, clock: SimpleNamespace) -> None:
-    """Of 20 images: five steps of 4, and then of 8, which end at 28, 36, 44 and 52."""
-    config = replace(CONFIG, batch_size=8, batch_size_warmup_epochs=1)
-    session = Training(tmp_path, clock, config=config)
-    session.steps(9)
-    assert lines(tmp_path, "step", "epoch") == [*[0] * 5, *[1] * 3, 2]
-    assert lines(tmp_path, "step", "images_per_second") == [*[8.0] * 5, *[16.0] * 4]
-    warm = [*[4] * 5, *[8] * 4][WARM_UP_STEPS:]
-    assert session.meter.phases.images_per_second == sum(warm) / (len(warm) * 0.5)
-    assert lines(tmp_path, "epoch", "loss")[1] == pytest.approx(2 + (6 + 7 + 8) / 3)
+@pytest.mark.parametrize(
+    ("settings", "epochs", "rates", "loss_of_1"),
+    [
+        # Ends at 6, 12, 18, 24, ...: the last step counts once, in the epoch that it began in.
+        ({"batch_size": 6}, [*[0] * 4, *[1] * 3, *[2] * 3], [12.0] * 10, 2 + (5 + 6 + 7) / 3),
+        # Five steps of 4, and then of 8, which end at 28, 36, 44, 52 and 60.
+        (
+            {"batch_size": 8, "batch_size_warmup_epochs": 1},
+            [*[0] * 5, *[1] * 3, 2, 2],
+            [*[8.0] * 5, *[16.0] * 5],
+            2 + (6 + 7 + 8) / 3,
+        ),
+    ],
+)
+def test_steps_of_an_epoch(
+    settings: dict[str, Any], epochs: list[int], rates: list[float], loss_of_1: float,
+    tmp_path: Path, clock: SimpleNamespace,
+) -> None:  # fmt: skip
+    session = Training(tmp_path, clock, config=replace(CONFIG, **settings))
+    session.steps(10)
+    assert lines(tmp_path, "step", "epoch") == epochs
+    assert lines(tmp_path, "step", "images_per_second") == rates
+    assert lines(tmp_path, "epoch", "loss")[1] == pytest.approx(loss_of_1)
+    assert lines(tmp_path, "epoch", "seconds")[1] == 0.5 * epochs.count(1)
+    warm = rates[WARM_UP_STEPS:]
+    assert session.meter.phases.images_per_second == pytest.approx(sum(warm) / len(warm))
 
 
 def test_epoch_resumed_at_another_world_size(tmp_path: Path, clock: SimpleNamespace) -> None:
@@ -468,33 +474,6 @@ def test_refuses_to_overwrite_a_run(tmp_path: Path, clock: SimpleNamespace) -> N
     assert len(lines(run, "step")) == 3
     Training(run, clock, Progress(), AUTO)  # nothing was saved yet: a fresh start
     assert lines(run, "step") == []
-
-
-def test_going_back_sets_aside_what_came_later(tmp_path: Path, clock: SimpleNamespace) -> None:
-    Training(tmp_path, clock).steps(6)
-    before, folder = (tmp_path / "metrics.jsonl").read_text(), tmp_path / "checkpoints"
-    folder.mkdir()
-    (folder / "best.pt").write_bytes(b"of a step that is not known, for it is damaged")
-    own = replace(CONFIG, resume=str(folder / "step-000000003.pt"))
-    progress = Progress(3, 12, best_top1=50.0)
-    Training(tmp_path, clock, progress, replace(own, evaluate=True))
-    assert list(folder.iterdir()) == [folder / "best.pt"]
-    session = Training(tmp_path, clock, progress, own)
-    repair_best(own, tmp_path, session.progress)
-    (aside,) = folder.iterdir()
-    assert (aside / "best.pt").exists()
-    assert (aside / "metrics.jsonl").read_text() == before
-    assert session.progress.best_top1 < 0, "the next evaluation is the best that is left"
-
-
-def test_a_checkpoint_that_failed_ends_the_run_at_the_next_step(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, failed = Training(tmp_path / "run", clock), Future[None]()
-    failed.set_exception(UserError("the disk is full"))
-    monkeypatch.setattr(checkpoint, "WRITES", [failed])
-    with pytest.raises(UserError, match="the disk is full"):
-        session.steps(1)
 
 
 def a_whole_run(folder: Path, clock: SimpleNamespace) -> Training:
@@ -578,9 +557,8 @@ def test_a_point_is_the_mean_of_its_interval(tmp_path: Path, clock: SimpleNamesp
     session = Training(tmp_path, clock)
     session.steps(2, write=False)
     session.steps(1)
-    board = board_in(tmp_path / "tensorboard" / "steps")
-    for tag, mean in {"Steps/Loss": 4.0, "Steps/Throughput": 8.0}.items():
-        assert [(point.step, point.value) for point in board.Scalars(tag)] == [(3, mean)]
+    (point,) = board_in(tmp_path / "tensorboard" / "steps").Scalars("Steps/Loss")
+    assert (point.step, point.value) == (3, 4.0)
 
 
 def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: SimpleNamespace) -> None:
@@ -604,3 +582,73 @@ def test_progress_bar_only_on_rank_0_s_terminal(
     bar = session.recorder.bar
     assert bar is not None and (bar.n, bar.total) == (2, 15)
     session.recorder.close(SUMMARY)
+
+
+# ---- tensors of the first steps, and the profile ----
+
+
+def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:
+    model = TinyNet()
+    loss = model(torch.rand(2, 3, 8, 8)).square().mean()
+    loss.backward()
+    for step in (7, 8):
+        write_trace(a_config(tensor_steps=7), a_world(1, 2), tmp_path, step, model, loss)
+    (path,) = tmp_path.rglob("*.*")
+    assert path == tmp_path / "trace/rank-1/step-000007.npz"
+    arrays = np.load(path)
+    names = [name for name, _ in model.named_parameters()]
+    assert set(arrays) == {
+        "loss",
+        *(f"{kind}/{name}" for kind in ("gradient", "weight") for name in names),
+        *(f"buffer/norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
+    }
+    assert arrays["loss"] == loss.item()
+    assert np.array_equal(arrays["gradient/head.weight"], model.head.weight.grad.numpy())
+    assert np.array_equal(arrays["weight/head.weight"], model.head.weight.detach().numpy())
+
+
+def profiled(folder: Path, steps: int, ended: int) -> list[str]:
+    """What the engine's timeline was asked for, and what was said at the end."""
+    calls: list[str] = []
+    model = TinyNet()
+    begin, end = lambda path: calls.append(Path(path).name), lambda: calls.append("end")
+    config, timeline = a_config(profile_steps=steps), ("engine", begin, end)
+    profiler = StepProfiler(config, a_world(), folder, 0, model, timeline)
+    for step in range(1, ended + 1):
+        for _ in range(2):  # passes of accumulation
+            model(torch.rand(2, 3, 8, 8)).square().mean().backward()
+        profiler.end_step(step)
+    profiler.close(calls.append)
+    return calls
+
+
+def test_a_profile_covers_the_steps_after_the_first_few(tmp_path: Path) -> None:
+    assert profiled(tmp_path, 2, WARM_UP_STEPS + 5) == ["engine-timeline.json", "end"]
+    trace = read_json(tmp_path / "profile/rank-0.json")
+    marks = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
+    times = read_json(tmp_path / "profile/gradients-rank-0.json")
+    assert (len(marks), len(times["steps"])) == (2, 2)
+    assert times["elements"] == {n: p.numel() for n, p in TinyNet().named_parameters()}
+    for step in times["steps"]:
+        assert step["ready"].keys() == times["elements"].keys()
+        assert all(step["backward"] <= ready <= step["end"] for ready in step["ready"].values())
+
+
+def test_a_disk_that_takes_neither_profile_nor_trace_is_one_message(tmp_path: Path) -> None:
+    times = tmp_path / "profile/gradients-rank-0.json"
+    times.parent.mkdir()
+    partial_name(times).symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"the run cannot be written there \(No space left"):
+        profiled(tmp_path, 2, WARM_UP_STEPS + 5)
+    (tmp_path / "trace").touch()
+    with pytest.raises(UserError, match=r"the run cannot be written there \(Not a directory"):
+        write_trace(a_config(tensor_steps=9), a_world(), tmp_path, 5, TinyNet(), torch.zeros(()))
+
+
+def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:
+    *_, end, said = profiled(tmp_path / "short", 9, WARM_UP_STEPS + 2)
+    assert end == "end" and "the profile is shorter" in said
+    assert (tmp_path / "short/profile/rank-0.json").exists()
+    (said,) = profiled(tmp_path / "none", 9, 2)
+    assert "no profile" in said
+    assert profiled(tmp_path / "not asked for", 0, 2) == []

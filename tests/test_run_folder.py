@@ -15,9 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
-from making import a_config, a_world
+from making import a_config, a_world, same
 
 from recipe.errors import UserError
+from recipe.files import partial_name, replace_file
 from recipe.ranks import Ranks
 from recipe.record import folder as folders
 from recipe.record.folder import open_run_folder
@@ -26,7 +27,7 @@ from recipe.settings.config import Config
 
 def opened(config: Config, host: str = "here") -> Path:
     """As rank 0 of one, in this process, which then holds the lock until the test run's end."""
-    return open_run_folder(config, Ranks(a_world(host=host)), "ddp")
+    return open_run_folder(config, a_world(host=host), "ddp", same)
 
 
 @contextmanager
@@ -178,3 +179,22 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written .*choose another --log-dir"):
         opened(a_config(log_dir=str(tmp_path / "file"), name="run"))
+
+
+# ---- files that are there whole or, as before, not at all ----
+
+
+def test_a_file_is_whole_or_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    replace_file(path, "old")
+    partial_name(path).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == [path.name]
+    replace_file(path, "newer")
+    assert path.read_text() == "newer" and os.listdir(tmp_path) == [path.name]
+
+
+def test_a_partial_file_is_this_process_s_own(tmp_path: Path) -> None:
+    name = partial_name(tmp_path / "best.pt").name
+    assert name.startswith(".best.pt.") and name.endswith(f"-{os.getpid()}.partial")

@@ -3,12 +3,9 @@
 import itertools
 import os
 import shutil
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from launching import (
     ENGINES,
@@ -19,16 +16,17 @@ from launching import (
     rarely,
     read_json,
     read_lines,
-    resumed_at,
     run,
     train,
-    wait_until,
 )
+from making import a_config
 from test_dali import needs_dali
 from test_optimizers import needs_timm
 
 from recipe.data.digits import prepare_digits
 from recipe.data.prepare import make_shards
+from recipe.record.checkpoint import step_in_name
+from recipe.record.resume import find_checkpoint
 from recipe.settings.flags import DataFlags
 from recipe.settings.presets import PRESETS
 from recipe.settings.presets import preset as preset_of
@@ -173,6 +171,18 @@ def test_loader_workers_change_nothing(trained: Trained, tmp_path: Path) -> None
     assert losses(tmp_path / "run") == losses(trained(*DDP))
 
 
+CACHE = Path(os.path.expanduser(DataFlags.cache_dir))
+SHARDS = "--preset digits --data {shards} --workers 1"
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits as shards."""
+    folder = tmp_path_factory.mktemp("data") / "shards"
+    make_shards(prepare_digits(CACHE), folder, CACHE, images_per_shard=100)
+    return folder
+
+
 def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Path) -> Path:
     """A run that was killed after step 55, and whose last checkpoint is of step 40: what such a
     training that was not killed had written until then."""
@@ -201,15 +211,17 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
         rarely(HOROVOD, DDP, "--precision fp16 --model-ema"),
         rarely(DDP, HOROVOD, "--optimizer adamw"),
         rarely(HOROVOD, DDP, "--optimizer adamw"),
+        rarely(DDP, HOROVOD, SHARDS),
         pytest.param(HOROVOD, DDP, VARIANTS[TIMM], marks=[needs_timm, pytest.mark.full]),
     ],
 )
 def test_resume_in_mid_epoch_under_either_engine(
     first: tuple[str, str], second: tuple[str, str], arguments: str, trained: Trained,
-    tmp_path: Path,
+    shards: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     """70 steps at once, under one engine, and the rest of them from step 40 on, in mid-epoch."""
-    whole = trained(*DDP, arguments)
+    whole = trained(*DDP, "" if arguments == SHARDS else arguments)  # as from files
+    arguments = arguments.format(shards=shards)
     folder = cut(trained, *first, arguments, tmp_path / "run")
     summary = train(folder, *second, f"{arguments} --resume auto")
     assert summary["steps"] == 70
@@ -220,58 +232,6 @@ def test_resume_in_mid_epoch_under_either_engine(
     assert [line["samples_seen"] for line in read_lines(folder, "epoch")] == [
         line["samples_seen"] for line in read_lines(whole, "epoch")
     ]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "how"),
-    [
-        (DDP, HOROVOD, "SIGTERM to the launcher"),
-        (("mpirun", "horovod"), DDP, "SIGUSR1 to the launcher"),  # which hands it on
-        rarely(HOROVOD_GLOO, HOROVOD_GLOO, "SIGTERM to one rank"),
-        rarely(DDP, DDP, "SIGINT to the launcher"),
-        rarely(DDP, DDP, "SIGUSR1 to one rank"),
-        rarely(("torchrun --signals-to-handle", "ddp"), DDP, "SIGUSR1 to the launcher"),
-        rarely(HOROVOD, HOROVOD, "SIGTERM to one rank"),
-        rarely(HOROVOD_GLOO, DDP, "the stop file"),
-        rarely(DDP, DDP, "the stop file"),
-        rarely(HOROVOD, HOROVOD, "the stop file"),
-    ],
-)
-def test_a_run_that_is_asked_to_stop_goes_on(
-    first: tuple[str, str], second: tuple[str, str], how: str, trained: Trained, tmp_path: Path
-) -> None:
-    """It keeps a checkpoint there and then, and ends in order: all ranks at the same step."""
-    folder = tmp_path / "run"
-    metrics = folder / "metrics.jsonl"
-
-    def stop(launcher: subprocess.Popen) -> None:
-        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text())
-        if how == "the stop file":
-            (folder / "stop").touch()
-            return
-        name, _, whom = how.partition(" to ")
-        tree = psutil.Process(launcher.pid).children(recursive=True)
-        ranks = [
-            one for one in tree if any("_train/train.py" in word for word in one.cmdline()[1:3])
-        ]
-        process = ranks[-1] if whom == "one rank" else psutil.Process(launcher.pid)
-        process.send_signal(getattr(signal, name))
-
-    place = f"--log-dir {tmp_path} --name run --log-interval 2"
-    finished = launch(*first, f"{SMALL} {place}", meanwhile=stop)
-    assert (finished.returncode == 0) == (how == "the stop file"), finished.output
-    assert finished.output.count("stopped after step") == 1, finished.output
-    assert not (folder / "summary.json").exists()
-    steps = read_lines(folder, "step")
-    checkpoints = [path.name for path in (folder / "checkpoints").glob("step-*")]
-    assert checkpoints == [f"step-{len(steps):09d}.pt"]
-    assert 0 < len(steps) < 70
-    summary = train(folder, *second, "--resume auto")
-    assert summary["steps"] == 70
-    whole = read_json(trained(*DDP) / "summary.json")
-    assert summary["weights_sha256"] == whole["weights_sha256"]
-    events = [event["name"] for event in read_lines(folder, "event")]
-    assert events == ["start", "stop", "resume", "end"]
 
 
 # Loses both ranks in the 16th step, and asks the run to stop before it begins again.
@@ -290,6 +250,7 @@ module.seed_step = seed_step
 """
 
 
+@pytest.mark.full
 def test_a_wish_to_stop_that_comes_between_two_attempts_is_obeyed(tmp_path: Path) -> None:
     changed = change_on_rank(1, "recipe.training.model", LOSE_AND_ASK, tmp_path)
     place = f"--checkpoint-steps 5 --log-dir {tmp_path} --name run --resume auto"
@@ -306,33 +267,20 @@ def batch_sums(outputs, targets, loss):
     return real(outputs, targets, loss * float("nan") if len(calls) == 15 else loss)
 module.batch_sums = batch_sums
 """
-# And the rank is killed while it goes back.
-POISON_AND_KILL = f"""
-import os, signal, sys
-session, module = module, sys.modules["recipe.training.metrics"]
-session.go_back = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-{POISON}"""
 
 
 @pytest.mark.parametrize("engine", [DDP, rarely(HOROVOD)])
 def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> None:
-    """Without --rollback the run ends, and --resume auto goes on from a checkpoint that a finite
-    loss has followed; with it the run goes back there by itself, and leaves the images out."""
+    """Without --rollback the run ends, and --resume auto takes a checkpoint that a finite loss has
+    followed; with it the run goes back there by itself, and leaves the images out."""
     poisoned = change_on_rank(1, "recipe.training.metrics", POISON, tmp_path)
     words = f"{SMALL} --checkpoint-steps 7 --log-interval 2 --log-dir {tmp_path}"
     ended = launch(*engine, f"{words} --name ended", **poisoned)
     assert ended.returncode != 0
     assert ended.output.count("error: the loss is nan at step 15") == 1, ended.output
-    train(tmp_path / "ended", *engine, "--resume auto")
-    assert resumed_at(tmp_path / "ended") == [7]
+    good = find_checkpoint(a_config(resume="auto"), tmp_path / "ended")
+    assert good is not None and step_in_name(good) == 7
 
-    lost = change_on_rank(0, "recipe.session", POISON_AND_KILL, tmp_path)
-    words_of_lost = f"{words} --rollback 2 --name lost"
-    assert launch(*engine, words_of_lost, **lost).returncode != 0
-    train(tmp_path / "lost", *engine, "--resume auto")
-    assert resumed_at(tmp_path / "lost") == [7], "a run that is lost while it goes back"
-
-    poisoned = change_on_rank(1, "recipe.training.metrics", POISON, tmp_path)
     back = launch(*engine, f"{words} --rollback 2 --name back", **poisoned).checked()
     assert back.output.count("the loss of step 15 was nan: back at step 7") == 1, back.output
     (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
@@ -366,66 +314,20 @@ def test_adasum_trains_with_an_unscaled_rate_and_goes_on_exactly(tmp_path: Path)
     assert losses(tmp_path / "run") == [step["loss"] for step in steps]
 
 
-# ---- wherever the images come from ----
-
-
-CACHE = Path(os.path.expanduser(DataFlags.cache_dir))
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits as shards."""
-    folder = tmp_path_factory.mktemp("data") / "shards"
-    make_shards(prepare_digits(CACHE), folder, CACHE, images_per_shard=100)
-    return folder
-
-
-# What each needs of flags.
-SOURCES = {"shards": "--preset digits --data {shards} --workers 1"}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("source", SOURCES)
-def test_resume_in_mid_epoch_under_the_other_engine(
-    source: str, trained: Trained, shards: Path, tmp_path: Path
-) -> None:
-    """35 of 70 steps, and then the rest from step 20 on: step by step as from files in one go."""
-    arguments = SOURCES[source].format(shards=shards)
-    folder = tmp_path / "run"
-    started = train(
-        folder, *ENGINES[0],
-        f"{arguments} --checkpoint-steps 20 --max-steps 35 --keep-checkpoints 5",
-    )  # fmt: skip
-    (folder / "checkpoints" / "step-000000035.pt").unlink()  # as if killed before it got there
-    summary = train(folder, *ENGINES[1], f"{arguments} --resume auto")
-    whole = trained(*ENGINES[0])  # which reads files
-    plain = read_json(whole / "summary.json")
-    assert losses(folder) == losses(whole)
-    assert summary["weights_sha256"] == plain["weights_sha256"]
-    mine, others = started["fingerprint"], plain["fingerprint"]
-    differing = {key for key in others if others[key] != mine[key]}
-    assert differing == {"max_steps", "workers"}, "compare would not see equal work"
-    assert summary["input"]["files_per_second"] > 0
-
-
 def test_bad_images_are_replaced_alike_by_any_rank(tmp_path: Path) -> None:
-    """Three of the digits are bad: both engines replace them by the same ones and list them; so
-    does a run that goes on in the middle."""
+    """Three of the digits are bad: both engines replace them by the same ones and list them."""
     shutil.copytree(prepare_digits(CACHE), tmp_path / "data")
     bad = sorted((tmp_path / "data" / "train").glob("*/*.jpg"))[::500]
     for file in bad:
         file.write_bytes(file.read_bytes()[:200])
     arguments = f"--preset digits --data {tmp_path / 'data'} --bad-images replace"
-    one, other = tmp_path / "ddp", tmp_path / "horovod"
-    summary = train(one, *DDP, arguments)
-    assert summary["replaced_images"] == len(bad) == 3
-    train(other, *HOROVOD, f"{arguments} --max-steps 40 --workers 1")
-    train(other, *DDP, f"{arguments} --resume auto")
-    for folder in (one, other):
+    folders = [tmp_path / "ddp", tmp_path / "horovod"]
+    for folder, start in zip(folders, (DDP, HOROVOD), strict=True):
+        assert train(folder, *start, arguments)["replaced_images"] == len(bad) == 3
         events = [line for line in read_lines(folder, "event") if line["name"] == "replaced"]
         assert {line["image"] for line in events} == set(map(str, bad))
         assert all(line["reason"].startswith(line["image"]) for line in events)
-    assert losses(one) == losses(other)
+    assert losses(folders[0]) == losses(folders[1])
 
 
 @needs_dali

@@ -86,13 +86,9 @@ def test_no_reason_is_left_over() -> None:
     ] == []
 
 
-def test_changed_lines_are_few() -> None:
+def test_twins_are_short_and_changed_lines_are_few() -> None:
+    assert len(HOROVOD) <= MAX_LINES and len(DDP) <= MAX_LINES, (len(HOROVOD), len(DDP))
     assert len(changed_lines()) <= MAX_CHANGED_LINES, f"{len(changed_lines())} changed lines"
-
-
-def test_each_twin_is_short() -> None:
-    assert len(HOROVOD) <= MAX_LINES, len(HOROVOD)
-    assert len(DDP) <= MAX_LINES, len(DDP)
 
 
 def engines_in(lines: list[str]) -> set[str]:

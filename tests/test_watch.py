@@ -2,6 +2,7 @@
 that is being written then is finished."""
 
 import errno
+import inspect
 import math
 import os
 import re
@@ -25,8 +26,6 @@ from launching import (
     SLOW_DISK,
     SMALL,
     TRAINERS,
-    change_on_rank,
-    launch,
     rarely,
     run,
     wait_until,
@@ -34,7 +33,11 @@ from launching import (
 from making import a_world
 
 from recipe import watch, world
-from recipe.watch import launcher_program, launchers_of, rightful_world
+from recipe.record.probes import StepProfiler
+from recipe.record.resume import load_on_all_ranks
+from recipe.session import Session
+from recipe.training.metrics import evaluate
+from recipe.watch import launcher_program, rightful_world
 
 RANK_VARIABLES: dict[str, dict[str, str]] = {
     "none": {},
@@ -225,6 +228,28 @@ def test_batches_are_late_after_an_evaluation_or_a_checkpoint(
     assert watch._patience_s(list(signs), None) == 60
 
 
+@pytest.mark.parametrize(
+    ("function", "announced", "slow"),
+    [
+        (Session.roll_back, "expect_delay()", "finish_checkpoint()"),
+        (Session.end_step, "expect_pause()", "parts.whole()"),
+        (Session.end_step, "expect_pause()", "self.keep_checkpoint("),
+        # In the checkpoint, not several batches later, other ranks wait for a slow disk.
+        (Session.keep_checkpoint, "finish_checkpoint()", "align_batch_norm("),
+        (load_on_all_ranks, "expect_delay()", "content.write("),
+        (evaluate, "expect_delay if config.compile", "network(images)"),
+        (StepProfiler._start, "expect_delay()", "profile.start()"),
+        (StepProfiler._stop, "expect_delay()", "profile.stop()"),
+    ],
+)
+def test_what_takes_long_is_announced(
+    function: Callable[..., object], announced: str, slow: str
+) -> None:
+    """Before it begins, or ranks that wait for it would be taken for frozen after a minute."""
+    text = inspect.getsource(function)
+    assert 0 < text.find(announced) < text.find(slow)
+
+
 PROC_NET_TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0A07D50A:1F90 0B07D50A:C350 01 00000400:00000000 01:00000A00 00000005     0        0 1 2
@@ -243,17 +268,6 @@ def test_a_host_that_is_cut_off_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         monkeypatch.setattr(watch, "peers", peers)
         assert watch._unanswering() == named
-
-
-STOP = """
-import os, signal
-real_seed_step = module.seed_step
-def seed_step(config, step, rank):
-    if step == 5:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    real_seed_step(config, step, rank)
-module.seed_step = seed_step
-"""
 
 
 # A rank that trains without a pause, and is watched.
@@ -299,42 +313,6 @@ def test_a_rank_that_waits_little_for_a_core_says_nothing(
     assert ("waited for a core" in capsys.readouterr().err) == tells
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("launcher", "engine", "phase"),
-    [  # after which the ranks wait for each other
-        ("torchrun", "ddp", "forward"),
-        rarely("mpirun --transport mpi", "ddp", "forward"),
-        rarely("mpirun", "horovod", "backward"),
-        rarely("horovodrun --gloo", "horovod", "backward"),
-    ],
-)
-def test_a_stopped_rank_is_named_and_ended(
-    launcher: str, engine: str, phase: str, tmp_path: Path
-) -> None:
-    changed = change_on_rank(1, "recipe.training.model", STOP, tmp_path)
-    arguments = f"{SMALL} --stall-timeout 8 --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, timeout=120, **changed)
-    host = socket.gethostname()
-    assert finished.returncode != 0
-    assert re.search(rf"no batch for 8 s .*rank 1 on {host}, process \d+, is stop", finished.output)
-    assert f"[rank 0 on {host}] in step 6, after {phase}: " in finished.output
-    assert "forcefully exiting" not in finished.output, "torchrun waits 30 s before it does"
-
-
-def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where /proc is mounted with hidepid=1."""
-    above = mock.Mock(pid=1, **{"as_dict.return_value": {"cmdline": ["python", "tmux"]}})
-    above.parent.side_effect = psutil.AccessDenied(1)
-    launcher = mock.Mock(
-        pid=os.getpid(), **{"as_dict.return_value": {"cmdline": ["python", "torchrun"]}}
-    )
-    launcher.parent.return_value = above
-    rank = mock.Mock(**{"parent.return_value": launcher})
-    monkeypatch.setattr(watch.psutil, "Process", lambda: rank)
-    assert list(launchers_of(a_world(0, 2))) == [os.getpid()]
-
-
 @pytest.mark.parametrize(
     ("launcher", "parent", "above", "nearest"),
     [
@@ -345,6 +323,7 @@ def test_launchers_below_another_user_s_processes(monkeypatch: pytest.MonkeyPatc
         ("horovodrun", ["python", "-u", "train.py"], ["sshd"], "parent"),
         ("horovodrun", ["python", "train.py"], ["sshd"], "own"),
         ("none", ["python", "torchrun"], ["slurmstepd: [12.batch]"], "own"),
+        ("torchrun", ["python", "torchrun"], [], "parent"),  # another user's is not to be seen
     ],
 )
 def test_the_process_that_starts_ranks_anew(
@@ -357,16 +336,10 @@ def test_the_process_that_starts_ranks_anew(
         found[name].cmdline.return_value = words[name]
         found[name].as_dict.return_value = {"cmdline": words[name]}
         found[name].parent.return_value = found.get(following or "")
+    if not above:  # where /proc is mounted with hidepid=1
+        found["parent"].parent.side_effect = psutil.AccessDenied(2)
     monkeypatch.setattr(watch.psutil, "Process", lambda pid=0: [*found.values()][pid])
     assert watch.nearest_launcher(a_world(0, 2, launcher=launcher)) is found[nearest]
-
-
-def test_a_launcher_that_has_just_ended_is_not_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = mock.Mock()
-    ended = mock.Mock(side_effect=watch.psutil.NoSuchProcess(7))
-    monkeypatch.setattr(watch, "ancestors", lambda: {7: ["python", "torchrun"]})
-    monkeypatch.setattr(watch.psutil, "Process", lambda *pid: ended() if pid else own)
-    assert watch.nearest_launcher(a_world(0, 2, launcher="torchrun")) is own
 
 
 # As mpirun, which binds each rank to a core; and the rank says which it uses in the end.

@@ -1,19 +1,20 @@
 """The README's start lines on two hosts: each runs as it stands there and ends with the weights
 that the same training on one host ends with."""
 
-import contextlib
 import os
-import re
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hosts import SEARCH_PATH, Host, hosts
-from launching import SMALL, read_json, wait_until
-
-from tools.namespaces import ip
+from launching import ROOT, SMALL, Finished, read_json
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -107,35 +108,6 @@ def test_torchrun_on_each_host(
 
 
 @pytest.mark.full
-def test_jobs_with_ids_of_their_own_do_not_merge(two_hosts: list[Host], tmp_path: Path) -> None:
-    """Two at one port: of each, one host is there before the other one. Without ids the two that
-    are there would train together."""
-    worker = f"echo > {tmp_path}/$TORCHELASTIC_RUN_ID-$(hostname)-$GROUP_RANK"
-    worker += f"; until [ $(ls {tmp_path} | wc -l) = 4 ]; do sleep 0.1; done"
-    line = "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id"
-    node0, node1 = two_hosts
-    processes = []
-    with contextlib.ExitStack() as running:
-        for host, job in ((node0, "a"), (node1, "b"), (node0, "b"), (node1, "a")):
-            command = host.inside(*line.split(), job, "--no-python", "sh", "-c", worker)
-            process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env={**os.environ, "PATH": SEARCH_PATH},
-            )  # fmt: skip
-            running.callback(process.wait)
-            running.callback(process.terminate)
-            processes.append(process)
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 4)
-        # One that is terminated while the others end keeps them waiting for 300 s.
-        assert [process.wait(60) for process in processes] == [0] * 4
-    places = {tuple(path.name.split("-")) for path in tmp_path.iterdir()}
-    assert {place[:2] for place in places} == {
-        (job, node) for job in "ab" for node in ("node0", "node1")
-    }
-    assert {(job, rank) for job, _, rank in places} == {(j, r) for j in "ab" for r in "01"}
-
-
-@pytest.mark.full
 def test_a_comparison_over_two_hosts(two_hosts: list[Host], hostfile: Path, tmp_path: Path) -> None:
     """From one place, each engine by its launchers."""
     names = ("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo", "horovod-mpirun")
@@ -169,57 +141,6 @@ def test_a_rank_that_fails_on_another_host_ends_all_with_one_message(
     assert [p.cmdline() for host in two_hosts for p in host.processes()] == []
 
 
-TORCHRUN = (
-    "torchrun --nnodes 2 --rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint node0:29500 "
-    "ddp_train/train.py"
-)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        ([TORCHRUN, TORCHRUN], "no batch for 10 s (--stall-timeout)"),
-        (
-            [
-                "mpirun -np 2 -H node0:1,node1:1 --mca oob_tcp_keepalive_time 2 --mca "
-                "oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 3 "
-                "python ddp_train/train.py"
-            ],
-            "lost communication with a remote daemon",
-        ),
-    ],
-)
-def test_hosts_that_are_cut_off_from_each_other_end_with_their_launchers(
-    lines: list[str], said: str, two_hosts: list[Host], tmp_path: Path
-) -> None:
-    mark = two_hosts[1].namespace.partition("-")[2]
-    wire = ("link", "set", f"v1-{mark}")
-    options = f"{SMALL} --max-steps 100000 --epochs 9999 --stall-timeout 10 --log-dir {tmp_path}"
-    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "log"
-
-    def stayed() -> list[str]:
-        names = [process.name() for host in two_hosts for process in host.processes()]
-        return [name for name in names if name != "sshd"]  # which has such limits of its own
-
-    with contextlib.ExitStack() as running:
-        output = running.enter_context(log.open("a"))
-        for host, line in zip(two_hosts, lines, strict=False):
-            process = subprocess.Popen(
-                host.inside(*f"{line} {options} --name run".split()), stdout=output, stderr=output,
-                start_new_session=True, env={**os.environ, "PATH": SEARCH_PATH, **ENVIRONMENT},
-            )  # fmt: skip
-            running.callback(process.wait)
-            running.callback(process.kill)
-        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text())
-        running.callback(ip, *wire, "master", f"br-{mark}")
-        ip(*wire, "nomaster")
-        wait_until(lambda: not stayed(), 60)
-    assert said in log.read_text()
-    named = re.search(r"node[01] \(rank [01]\) does not answer", log.read_text())
-    assert len(lines) == 1 or named
-
-
 def test_nothing_stays_of_the_hosts(tmp_path: Path) -> None:
     def names() -> set[str]:
         """Of network interfaces and namespaces."""
@@ -235,3 +156,92 @@ def test_nothing_stays_of_the_hosts(tmp_path: Path) -> None:
         time.sleep(10)
     assert names() - before == set()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+# ---- a user who is not root, as nearly all users are ----
+
+
+UID = 4711
+NEEDED = (ROOT, Path(sys.prefix), Path(sys.base_prefix))  # what each host must let the user read
+
+
+@dataclass
+class User:
+    """A user whom the hosts know, and this machine does not."""
+
+    home: Path
+    hosts: list[Host]
+
+    def run(self, command: list[str]) -> Finished:
+        """Run a command on the first host, as this user would at a shell."""
+        variables = [f"HOME={self.home}", "USER=someone", "LOGNAME=someone"]
+        who = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "env"]
+        return self.hosts[0].run([*who, *variables, *command])
+
+
+@pytest.fixture(scope="module")
+def user() -> Iterator[User]:
+    # Not pytest's own temporary folder, which is root's alone.
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        with hosts(place / "hosts") as made:
+            (place / "hosts").chmod(0o755)  # sshd reads the key as the user
+            home = make_home(place)
+            for host in made:
+                host.run(["sh", "-ec", open_up(place)])
+            yield User(home, made)
+
+
+def make_home(place: Path) -> Path:
+    """Make the user's home and key, and what the hosts are to know of the user."""
+    home = place / "home"
+    (home / ".ssh").mkdir(parents=True, mode=0o700)
+    shutil.copy(place / "hosts/key", home / ".ssh/key")
+    (home / ".ssh/config").write_text("IdentityFile ~/.ssh/key\n")
+    for path in (home, *home.rglob("*")):
+        shutil.chown(path, UID, UID)
+    lines = {
+        "passwd": f"someone:x:{UID}:{UID}::{home}:/bin/bash\n",
+        "group": f"someone:x:{UID}:\n",
+        "shadow": "someone:*:20000::::::\n",
+    }
+    for name, line in lines.items():
+        (place / name).write_text(Path("/etc", name).read_text() + line)
+    return home
+
+
+def open_up(place: Path) -> str:
+    """A script that makes a host know the user, and puts a folder open to all in the place of one
+    that only root may pass (/root, where pyenv keeps its Pythons) on the way to what is NEEDED."""
+    lines = [f"mount --bind {place}/{name} /etc/{name}" for name in ("passwd", "group", "shadow")]
+    closed: dict[Path, list[Path]] = {}
+    for path in {path.resolve() for path in NEEDED}:
+        for parent in reversed(path.parents):
+            if not parent.stat().st_mode & 0o001:
+                closed.setdefault(parent, []).append(path)
+                break
+    for parent, paths in closed.items():
+        kept = {path: f"/run/kept{number}" for number, path in enumerate(paths)}
+        lines += [f"mkdir {there}; mount --bind {path} {there}" for path, there in kept.items()]
+        lines.append(f"mount -t tmpfs -o mode=755 none {parent}")
+        lines += [f"mkdir -p {path}; mount --bind {there} {path}" for path, there in kept.items()]
+    return "\n".join(lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "line",
+    [
+        "horovodrun -np 2 -H node0:1,node1:1 python horovod_train/train.py",
+        "mpirun -np 2 -H node0:1,node1:1 --bind-to none python ddp_train/train.py",
+    ],
+)
+def test_an_ordinary_user_trains_on_two_hosts(line: str, user: User) -> None:
+    name = line.split()[0]
+    training = f"{SMALL.replace('--max-steps 70', '--max-steps 4')} --log-dir {user.home}/runs"
+    user.run(f"{line} {training} --name {name}".split()).checked()
+    folder = user.home / "runs" / name
+    assert read_json(folder / "environment.json")["rank_hosts"] == ["node0", "node1"]
+    assert (folder / "summary.json").stat().st_uid == UID
+    assert [p.cmdline() for host in user.hosts for p in host.processes()] == []

@@ -138,19 +138,6 @@ def test_a_job_that_is_ended_early_goes_on(
 
 
 @pytest.mark.full
-def test_horovod_is_warned_too(cluster: Slurm, folder: Path) -> None:
-    training = f"{SMALL} --epochs 4 --max-steps 100 --log-interval 2"
-    job = submit(cluster, "horovodrun.sbatch over Gloo", folder, training)
-    wait_for_steps(cluster, folder)
-    cluster.ask("scancel", "--batch", "--signal=USR1", job)
-    wait_for_requeue(cluster, job)
-    wait_for_end(cluster, job, folder)
-    events = [event["name"] for event in read_lines(folder, "event")]
-    assert events == ["start", "stop", "resume", "end"]
-    assert read_json(folder / "summary.json")["steps"] == 100
-
-
-@pytest.mark.full
 def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, folder: Path) -> None:
     """One node's torchrun and its workers vanish at once: the other goes on at half the size."""
     training = f"{SMALL} --epochs 3 --max-steps 90 --checkpoint-steps 2"
@@ -222,29 +209,6 @@ def test_a_rank_0_that_cannot_start_ends_its_job(cluster: Slurm, folder: Path) -
 
 
 @pytest.mark.full
-def test_two_jobs_share_a_gpu(cluster: Slurm, tmp_path: Path) -> None:
-    """By shards, of which a node has more than GPUs: both jobs run on it at once."""
-    shared = [
-        "--nodes=1",
-        "--nodelist=node0",
-        "--gpus-per-node=0",
-        "--gres=shard:1",
-        "--oversubscribe",
-    ]
-    folders = [tmp_path / "first", tmp_path / "second"]
-    jobs = [
-        submit(cluster, "ddp_srun.sbatch", folder, LONG, "--ntasks-per-node", "1", *shared)
-        for folder in folders
-    ]
-    for folder in folders:
-        wait_for_steps(cluster, folder)
-    assert [cluster.state(job) for job in jobs] == ["RUNNING", "RUNNING"]
-    for job, folder in zip(jobs, folders, strict=True):
-        cluster.ask("scancel", job)
-        wait_for_end(cluster, job, folder, "CANCELLED")
-
-
-@pytest.mark.full
 def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> None:
     """A block a job; the last one makes the runs for the phases."""
     folder = tmp_path / "comparison"
@@ -286,3 +250,52 @@ def test_a_cancelled_job_leaves_nothing(script: str, cluster: Slurm, folder: Pat
     cluster.ask("scancel", job)
     wait_for_end(cluster, job, folder, "CANCELLED")
     wait_until(lambda: leftovers(cluster.hosts) == [], 30)
+
+
+# ---- measuring by turns over several hosts, and in an allocation ----
+
+
+# A block of two rounds, of two ranks on a host each.
+BLOCK = """
+import sys
+from pathlib import Path
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.plan import Run
+from compare.running.scheduler import run_block
+from compare.running.sides import training_side
+hosts = "node0:1,node1:1"
+training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--threads", "1")
+folder, *names = sys.argv[1:]
+runs = [Run(1, CONFIGURATIONS[name], 2, 1, arguments=training, hosts=hosts) for name in names]
+place = Path(folder)
+run_block([training_side(run, place, steps=2) for run in runs], 2, place, 1, "block 1", 0.0)
+"""
+
+
+def check(folder: Path, names: tuple[str, ...]) -> None:
+    """Each side had a rank on each host, and its turns."""
+    every = read_json(folder / "block.json")["turns"]
+    turns = [turn for turn in every if turn["purpose"] == "speed"]  # what others disturbed stays
+    assert [turn["side"] for turn in turns] == [*names, *reversed(names)]
+    assert all(turn["images"] > 0 and turn["seconds"] > 0 for turn in turns)
+    for name in names:
+        environment = read_json(folder / name / "0" / "run" / "environment.json")
+        assert environment["rank_hosts"] == ["node0", "node1"]
+
+
+def test_turns_over_two_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
+    names = ("ddp-torchrun", "horovod-gloo")
+    folder = tmp_path / "block-1"
+    two_hosts[0].run(["python", "-c", BLOCK, str(folder), *names]).checked()
+    check(folder, names)
+    assert leftovers(two_hosts) == []
+
+
+@pytest.mark.full
+def test_turns_inside_an_allocation(cluster: Slurm, tmp_path: Path) -> None:
+    """Steps of one job at once: each has all its cores."""
+    names = ("ddp-srun", "horovod-srun", "ddp-mpirun")
+    folder = tmp_path / "block-1"
+    allocate = ["salloc", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2"]
+    cluster.run([*allocate, "python", "-c", BLOCK, str(folder), *names]).checked()
+    check(folder, names)

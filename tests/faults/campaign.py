@@ -9,6 +9,7 @@ took to end, and to make its next step, is in the table.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -33,6 +34,7 @@ import psutil
 from tabulate import tabulate
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "cluster"))
+from elastic import steps_in
 from hosts import Host, hosts
 from launching import (
     LAUNCHERS,
@@ -51,6 +53,7 @@ from launching import (
     wait_until,
 )
 
+from recipe.record.checkpoint import step_path
 from tools import namespaces
 
 # Of SMALL's 70 steps one ends an epoch, with the first evaluation: step 60.
@@ -60,6 +63,7 @@ Start = tuple[str, str]  # a launcher and an engine
 DDP, DDP_MPI = ("torchrun", "ddp"), ("mpirun --transport mpi", "ddp")
 GLOO, HOROVODRUN = ("horovodrun --gloo", "horovod"), ("horovodrun --mpi", "horovod")
 MPIRUN = ("mpirun", "horovod")
+PASSES_ON = ("torchrun --signals-to-handle", "ddp")  # SIGUSR1, as mpirun does
 # They start all ranks anew when one is lost.
 RESTARTS = [
     ("torchrun --max-restarts", "ddp"), ("horovodrun --host-discovery-script", "horovod")
@@ -128,9 +132,28 @@ class Scenario:
     code: int = 75  # mpirun's, after a checkpoint was saved; other launchers make a 1 of it
     heals: bool = False  # goes on by itself, to its end
     training: str = SMALL
-    limit_s: int = 120  # for a start
+    limit_s: int = 200  # for a start
     disk_mb: int = 0  # the run is on a disk of its own that has so much room
     on_hosts: bool = False  # one rank on each of two hosts
+
+
+@dataclass
+class Result:
+    """How a trial went; seconds are None where there are none."""
+
+    scenario: str
+    engine: str
+    launcher: str
+    number: int
+    problem: str = ""  # empty: the training survived
+    folder: str = ""  # of a trial that failed
+    seconds_to_end: float | None = None  # from the fault to the launcher's end
+    seconds_to_recover: float | None = None  # to the first step, from the second start or the fault
+    effective_share: float | None = None  # steps that count, of the time with faults
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.scenario, self.engine, self.launcher, self.number
 
 
 @dataclass
@@ -138,37 +161,25 @@ class Trial:
     """One fault in one training: what was drawn for it, and what is known of it."""
 
     scenario: Scenario
-    launcher: str
-    engine: str
+    result: Result
     folder: Path
     random: random.Random
     hosts: list[Host] = field(default_factory=list)
-    process: subprocess.Popen | None = None  # the launcher
+    process: Any = None  # the launcher
     began = struck = 0.0  # the last start and the fault, by the monotonic clock
-    ended: float | None = None  # so many seconds after the fault
-    recovered: float | None = None  # so many after the second start, or after the fault
-    effective: float | None = None  # steps that count, of the time with faults
     recorded = ""  # before the fault, or the second start
     problem: AssertionError | None = None  # that came while the training went on
 
     def __post_init__(self) -> None:
         self.rank = self.random.randrange(2)
         self.step = self.random.randint(5, 20 if self.scenario.saves else 55)
-
-    @property
-    def runs(self) -> Path:
-        return self.folder / "runs"
+        self.runs = self.folder / "runs"
+        self.run_folder = self.runs / "run"
 
     def metrics(self) -> str:
         """What the run has recorded so far."""
-        with suppress(FileNotFoundError):
-            return (self.runs / "run" / "metrics.jsonl").read_text()
-        return ""
-
-    def steps(self) -> list[dict[str, Any]]:
-        """The steps on record, but for a line that is being written."""
-        lines = (line for line in self.metrics().splitlines(True) if line.endswith("}\n"))
-        return [line for line in map(json.loads, lines) if line["kind"] == "step"]
+        file = self.run_folder / "metrics.jsonl"
+        return file.read_text() if file.exists() else ""
 
     def makes_steps(self) -> bool:
         """Whether a start that was not recorded before has made a step."""
@@ -178,7 +189,6 @@ class Trial:
 
     def wait_for(self, is_so: Callable[[], object]) -> None:
         """Wait until it is so while the training goes on, and for a moment more."""
-        assert self.process is not None
         wait_until(lambda: is_so() or self.process.poll() is not None, pause=0.01)
         assert self.process.poll() is None, "the training ended before the fault"
         time.sleep(self.random.uniform(0, 0.05))
@@ -187,7 +197,7 @@ class Trial:
         self.wait_for(lambda: self.metrics().count('"kind": "step"') >= self.step)
 
     def wait_for_write(self) -> None:
-        self.wait_for(lambda: any((self.runs / "run" / "checkpoints").glob(".*.partial")))
+        self.wait_for(lambda: any((self.run_folder / "checkpoints").glob(".*.partial")))
 
     def strikes(self) -> None:
         """The fault comes now."""
@@ -195,26 +205,25 @@ class Trial:
 
     def processes(self) -> list[psutil.Process]:
         """The ranks, by their numbers; where one process watches over another, the younger one."""
-        assert self.process is not None
         mark = psutil.Process(self.process.pid).environ()["LAUNCH_MARK"]
         found = {}
         for one in [*marked(mark), *(one for host in self.hosts for one in host.processes())]:
             with suppress(psutil.Error):
                 environ, words = one.environ(), one.cmdline()
                 number = next((environ[name] for name in RANKS if name in environ), None)
-                if number and any(word == TRAINERS[self.engine] for word in words[1:3]):
+                if number and any(word == TRAINERS[self.result.engine] for word in words[1:3]):
                     found[int(number)] = one
         return [found[number] for number in sorted(found)]
 
     def command(self) -> list[str]:
-        line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.launcher]
-        line = line.format(python=sys.executable, trainer=TRAINERS[self.engine], ranks=2)
+        line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.result.launcher]
+        line = line.format(python=sys.executable, trainer=TRAINERS[self.result.engine], ranks=2)
         scenario = self.scenario
         words = f"{line} {scenario.training} {scenario.flags} {PLACE} --log-dir {self.runs}".split()
         if not self.hosts:
             return words
         here, away = (host.inside(*words) for host in self.hosts)
-        if self.launcher != "torchrun":
+        if self.result.launcher != "torchrun":
             return here
         both = f"{shlex.join(away)} & {shlex.join(here)}; code=$?; wait; exit $code"
         return ["sh", "-c", both]
@@ -249,7 +258,8 @@ class Trial:
             finished = self.start(scenario.fault, **scenario.shim(self))
             self.check_end(finished, memory)
             if not scenario.heals:
-                self.ended = self.began + finished.seconds - self.struck if self.struck else None
+                if self.struck:
+                    self.result.seconds_to_end = self.began + finished.seconds - self.struck
                 (self.runs / "filler").unlink(missing_ok=True)
                 self.cut("up")
                 self.recorded = self.metrics()
@@ -268,11 +278,11 @@ class Trial:
         if scenario.saves:
             assert said.count("stopped after step") == 1, "not stopped with a checkpoint"
             (stopped,) = re.findall(r"stopped after step (\d+)", said)
-            file = self.runs / "run" / "checkpoints" / f"step-{int(stopped):09d}.pt"
+            file = step_path(self.run_folder / "checkpoints", int(stopped))
             assert file.exists(), f"no checkpoint of step {stopped}, at which it stopped"
-            if self.launcher.startswith("mpirun"):
+            if self.result.launcher.startswith("mpirun"):
                 assert finished.returncode == scenario.code, f"exit code {finished.returncode}"
-        for checkpoint in (self.runs / "run" / "checkpoints").glob("*.pt"):
+        for checkpoint in (self.run_folder / "checkpoints").glob("*.pt"):
             assert zipfile.ZipFile(checkpoint).testzip() is None, f"{checkpoint} is damaged"
         new = set(os.listdir("/dev/shm")) - set(memory)
         with suppress(AssertionError):  # what the launcher leaves may take its time to end
@@ -290,12 +300,12 @@ class Trial:
 
     def check_training(self, expected: str) -> None:
         """What has to be so in the end."""
-        run_folder = self.runs / "run"
-        steps = [step["step"] for step in self.steps()]
+        steps = [step["step"] for step in steps_in(self.run_folder)]
         last = int(self.scenario.training.split()[-1])
         assert steps == list(range(1, last + 1)), f"steps {steps}"
-        assert read_json(run_folder / "summary.json")["weights_sha256"] == expected, "other weights"
-        assert not [*run_folder.rglob(".*.partial")], "partial files are left"
+        summary = read_json(self.run_folder / "summary.json")
+        assert summary["weights_sha256"] == expected, "other weights"
+        assert not [*self.run_folder.rglob(".*.partial")], "partial files are left"
 
     def cut(self, state: str) -> None:
         """Bring the link of the last host up, or down."""
@@ -317,9 +327,9 @@ def shared() -> set[str]:
 
 def recover(trial: Trial) -> None:
     """Note when the training makes its first step since."""
-    assert trial.process is not None
     wait_until(lambda: trial.makes_steps() or trial.process.poll() is not None, pause=0.01)
-    trial.recovered = time.monotonic() - (trial.struck if trial.scenario.heals else trial.began)
+    since = trial.struck if trial.scenario.heals else trial.began
+    trial.result.seconds_to_recover = time.monotonic() - since
 
 
 def send(
@@ -348,9 +358,8 @@ def send(
 
 def kill_often(trial: Trial) -> None:
     """A rank every 20 s, for 5 minutes."""
-    assert trial.process is not None
     trial.wait_for_step()
-    began, there = time.monotonic(), len(trial.steps())
+    began, there = time.monotonic(), len(steps_in(trial.run_folder))
     for number in range(15):
         trial.strikes()
         trial.random.choice(trial.processes()).kill()
@@ -358,8 +367,8 @@ def kill_often(trial: Trial) -> None:
         with suppress(subprocess.TimeoutExpired):
             trial.process.wait(max(0.0, 20 - (time.monotonic() - trial.struck)))
         assert trial.process.poll() is None, f"the training ended after fault {number + 1}"
-    seconds = sum(step["seconds"] for step in trial.steps()[there:])
-    trial.effective = seconds / (time.monotonic() - began)
+    seconds = sum(step["seconds"] for step in steps_in(trial.run_folder)[there:])
+    trial.result.effective_share = seconds / (time.monotonic() - began)
     (trial.folder / "hurry").touch()
 
 
@@ -450,7 +459,7 @@ SCENARIOS = {
         send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True, shim=SLOWLY
     ),
     "signal-mpirun": Scenario(
-        send(USR1, to="the launcher"), starts=[DDP_MPI, MPIRUN], saves=True, shim=SLOWLY
+        send(USR1, to="the launcher"), starts=[DDP_MPI, MPIRUN, PASSES_ON], saves=True, shim=SLOWLY
     ),
     "end-mpirun": Scenario(
         send(TERM, INT, to="the launcher"), starts=[DDP_MPI, MPIRUN], saves=True, code=1,
@@ -490,25 +499,6 @@ SCENARIOS = {
 # ---- The campaign ----
 
 
-@dataclass
-class Result:
-    """How a trial went; seconds are None where there are none."""
-
-    scenario: str
-    engine: str
-    launcher: str
-    number: int
-    problem: str = ""  # empty: the training survived
-    folder: str = ""  # of a trial that failed
-    seconds_to_end: float | None = None  # from the fault to the launcher's end
-    seconds_to_recover: float | None = None  # to the first step, from the second start or the fault
-    effective_share: float | None = None  # steps that count, of the time with faults
-
-    @property
-    def key(self) -> tuple[str, str, str, int]:
-        return self.scenario, self.engine, self.launcher, self.number
-
-
 def lacking(name: str) -> list[str]:
     """What a scenario needs and this machine or user lacks."""
     if SCENARIOS[name].on_hosts:
@@ -529,19 +519,15 @@ def attempt(name: str, start: Start, number: int, seed: int, parent: Path) -> Re
     """Carry out a trial; its folder, in `parent`, is kept if it fails."""
     expected = undisturbed(SCENARIOS[name].training)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
-    drawn = random.Random(f"{seed} {name} {start} {number}")
-    trial = Trial(SCENARIOS[name], *start, folder, drawn)
     result = Result(name, start[1], start[0], number)
+    drawn = random.Random(f"{seed} {name} {start} {number}")
     try:
-        trial.carry_out(expected)
+        Trial(SCENARIOS[name], result, folder, drawn).carry_out(expected)
+        shutil.rmtree(folder)
     except Exception as error:  # whatever it is, the trial has failed
         (folder / "problem.txt").write_text(str(error))
         result.problem = (str(error) or type(error).__name__).splitlines()[0]
         result.folder = str(folder)
-        return result
-    shutil.rmtree(folder)
-    result.seconds_to_end, result.seconds_to_recover = trial.ended, trial.recovered
-    result.effective_share = trial.effective
     return result
 
 
@@ -549,18 +535,18 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each scenario with an engine and a launcher."""
     groups = defaultdict[tuple[str, str, str], list[Result]](list)
     for one in results:
-        groups[one.scenario, one.engine, one.launcher].append(one)
+        groups[one.key[:3]].append(one)
 
-    def middle(values: Iterator[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
+    def median(seconds: Iterator[float | None]) -> float | None:
+        known = [value for value in seconds if value is not None]
         return round(statistics.median(known), 1) if known else None
 
     return [
         {
             "scenario": scenario, "engine": engine, "launcher": launcher, "trials": len(group),
             "survived": sum(not one.problem for one in group),
-            "median seconds to end": middle(one.seconds_to_end for one in group),
-            "median seconds to recover": middle(one.seconds_to_recover for one in group),
+            "median seconds to end": median(one.seconds_to_end for one in group),
+            "median seconds to recover": median(one.seconds_to_recover for one in group),
         }
         for (scenario, engine, launcher), group in groups.items()
     ]  # fmt: skip
@@ -592,20 +578,19 @@ def main() -> int:
         if lacks := lacking(name):
             print(f"{name}: skipped, for it needs {', '.join(lacks)}", flush=True)
             continue
-        for start in SCENARIOS[name].starts:
-            if options.launcher not in (None, start[0]):
+        starts = [one for one in SCENARIOS[name].starts if options.launcher in (None, one[0])]
+        numbers = range(1, (options.trials or SCENARIOS[name].trials) + 1)
+        for start, number in itertools.product(starts, numbers):
+            if (name, start[1], start[0], number) in there:
                 continue
-            for number in range(1, (options.trials or SCENARIOS[name].trials) + 1):
-                if (name, start[1], start[0], number) in there:
-                    continue
-                one = attempt(name, start, number, options.seed, folder)
-                results.append(one)
-                told = f"FAILED: {one.problem} ({one.folder})" if one.problem else "survived"
-                print(f"{name}, {start[1]} by {start[0]}, trial {number}: {told}", flush=True)
-                if options.out:
-                    trials = [asdict(one) for one in results]
-                    found = {"seed": options.seed, "table": table(results), "trials": trials}
-                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+            one = attempt(name, start, number, options.seed, folder)
+            results.append(one)
+            told = f"FAILED: {one.problem} ({one.folder})" if one.problem else "survived"
+            print(f"{name}, {start[1]} by {start[0]}, trial {number}: {told}", flush=True)
+            if options.out:
+                trials = [asdict(one) for one in results]
+                found = {"seed": options.seed, "table": table(results), "trials": trials}
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(markdown(results))
     failed = sum(bool(one.problem) for one in results)
     if not failed:

@@ -1,22 +1,29 @@
-"""The campaign in short: each fault once with each engine. `make faults` has the other launchers,
-and many trials of each."""
+"""The campaign in short: each fault once with each engine, of which `make test` has a few. `make
+faults` has the other launchers, and many trials of each."""
 
 import random
 from pathlib import Path
 
 import pytest
-from campaign import SCENARIOS, Result, Start, attempt, lacking, markdown
+from campaign import DDP, GLOO, RESTARTS, SCENARIOS, Result, Start, attempt, lacking, markdown
 from launching import ROOT, read_json
 
+OFTEN = [("signal-launcher", DDP), ("signal-launcher", GLOO), ("restart", RESTARTS[0])]
 SHORT = [
-    pytest.param(name, start, marks=pytest.mark.cluster if scenario.on_hosts else ())
+    pytest.param(
+        name,
+        start,
+        marks=[
+            *([pytest.mark.cluster] if scenario.on_hosts else ()),
+            *([pytest.mark.full] if (name, start) not in OFTEN else ()),
+        ],
+    )
     for name, scenario in SCENARIOS.items()
     for start in {engine: (launcher, engine) for launcher, engine in scenario.starts}.values()
 ]
 
 
 @pytest.mark.launch
-@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "start"), SHORT)
 def test_a_training_survives(name: str, start: Start, tmp_path: Path) -> None:
