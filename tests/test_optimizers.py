@@ -11,15 +11,6 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, TinyNet, a_config, a_world
-from recipe.training.precision import (
-    LEAST_SCALE,
-    LossScaler,
-    make_half,
-    round_weights,
-    train_masters,
-    unscale_and_clip,
-    working_copy,
-)
 from torch import nn
 
 from recipe.data.batches import Data
@@ -38,7 +29,17 @@ from recipe.training.model import (
     update_ema,
 )
 from recipe.training.optimizers import apex_optimizers, kind_and_settings
-from recipe.training.state import Progress, Trainables
+from recipe.training.state import (
+    LEAST_SCALE,
+    LossScaler,
+    Progress,
+    Trainables,
+    make_half,
+    round_weights,
+    train_masters,
+    unscale_and_clip,
+    working_copy,
+)
 
 WITHOUT_TIMM = "timm is not installed: pip install -e '.[timm]'"
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason=WITHOUT_TIMM)
