@@ -12,7 +12,7 @@ from records import MadeUpBlocks
 from compare import run as run_module
 from compare.evidence.records import load_comparison
 from compare.evidence.verdicts import judge
-from compare.plan import record
+from compare.plan import plan_json
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan
@@ -38,7 +38,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     monkeypatch.setattr(
         comparison, "training_side", lambda run, folder, _: Side(run.configuration.name, **sides)
     )
-    monkeypatch.setattr(record, "trainers_sha256", lambda: "a")
+    monkeypatch.setattr(plan_json, "trainers_sha256", lambda: "a")
     return bench
 
 
@@ -206,7 +206,7 @@ TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-
 def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, capsys):
     """The default, but for the whole runs."""
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
-    for module in (comparison, record):
+    for module in (comparison, plan_json):
         monkeypatch.setattr(module, "ROUNDS", 2)
     monkeypatch.setattr(run_module.checks, "visible_gpus", lambda: 0)
     command = ["--blocks", "1", "--full-runs", "0", "--no-warm-up", "--out",
