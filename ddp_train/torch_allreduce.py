@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_train.rendezvous import meeting_point
-from ddp_train.transport import choose_transport
+from ddp_train.rendezvous import choose_transport, meeting_point
 from recipe.allreduce_loop import Backend, run
 from recipe.device import choose_device
 from recipe.settings.config import Config

@@ -26,8 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.buckets import bucket_hook, bucket_sizes, start_timeline, stop_timeline
-from ddp_train.rendezvous import meeting_point, patience
-from ddp_train.transport import choose_transport
+from ddp_train.rendezvous import choose_transport, meeting_point, patience
 from recipe.data.batches import open_data, to_device
 from recipe.device import choose_device
 from recipe.ranks import Ranks

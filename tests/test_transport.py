@@ -14,7 +14,7 @@ from launching import SMALL, change_on_rank, launch, rarely, run
 from making import CPU, a_config, a_world
 from torch import nn
 
-from ddp_train.transport import choose_transport
+from ddp_train.rendezvous import choose_transport
 from recipe.device import choose_device
 from recipe.errors import UserError
 from recipe.ranks import Ranks
@@ -211,8 +211,7 @@ COLLECTIVES = """
 import sys
 import torch
 import torch.distributed as dist
-from ddp_train.rendezvous import meeting_point
-from ddp_train.transport import choose_transport
+from ddp_train.rendezvous import choose_transport, meeting_point
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.world import read_world
