@@ -194,7 +194,7 @@ from types import SimpleNamespace
 from recipe.training import wire_trial
 real, asked = module.hvd.poll, []
 module.hvd.poll = lambda handle: asked.append(handle) or real(handle)
-wire_format.gc = SimpleNamespace(collect=lambda: print("the trial slept:", bool(asked)))
+wire_trial.gc = SimpleNamespace(collect=lambda: print("the trial slept:", bool(asked)))
 """
 
 
