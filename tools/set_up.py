@@ -224,8 +224,8 @@ def install_packages(venv: Path, asked: dict[str, str]) -> None:
         variables, flags = uv_settings(told)
         uv = [python, "-m", "uv", "pip"]
         by_uv = [[*pip, "install", "--quiet", *re.findall(r"(?m)^uv==\S+", locked)]]
-        by_uv += [[*uv, *words, *flags] for words in wanted]
-        variables = {**variables, **os.environ, "VIRTUAL_ENV": str(venv)}
+        by_uv += [[*uv, *words, "--python", python, *flags] for words in wanted]
+        variables = {**variables, **os.environ}  # uv's own, where the user has set them
         if any(subprocess.call(x, env=variables, stdin=subprocess.DEVNULL) for x in by_uv):
             print("set-up: packages: not by uv (see above), so by pip, in minutes", flush=True)
             for words in wanted:
