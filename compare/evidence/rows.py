@@ -6,14 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, harmonic_mean, median
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Struct
 
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio, mean_interval
 from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
+from compare.plan.plan import NOT_EMPTY
 from recipe.errors import UserError, refuse
-from recipe.record.schema import Energy, Input
+from recipe.record.schema import Count, Energy, Input, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +277,14 @@ def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str,
 
 # ------------------------------------------------------------------------------- published speeds
 
-COLUMNS = ("name", "workers", "images_per_second", "source")
+
+class PublishedSpeed(Struct, frozen=True):
+    """A line of a file of published speeds."""
+
+    name: Annotated[str, NOT_EMPTY]
+    workers: Count
+    images_per_second: Positive  # of all workers
+    source: Annotated[str, NOT_EMPTY]
 
 
 @dataclass(frozen=True)
@@ -286,26 +297,21 @@ class Reference:
 
 
 def load_references(path: Path) -> list[Reference]:
-    """Read a CSV file with the columns COLUMNS; lines of the same name belong together. UserError
-    if it is not such a file."""
+    """Read a CSV file with the columns of PublishedSpeed; lines of the same name belong together.
+    UserError if it is not such a file."""
     found: dict[str, Reference] = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
-            lines = csv.DictReader(stream)
-            if set(lines.fieldnames or ()) != set(COLUMNS):
-                raise ValueError(f"the first line must name the columns {','.join(COLUMNS)}")
-            for line in lines:
-                name, source = line["name"], line["source"]
-                workers, speed = int(line["workers"]), float(line["images_per_second"])
-                if not (name and source and workers > 0 and 0 < speed < math.inf):
-                    raise ValueError("a name, a source and positive numbers are needed")
-                speeds = found.setdefault(name, Reference(name, source, {})).images_per_second
-                if workers in speeds:
-                    raise ValueError(f"{name!r} has a speed of {workers} workers already")
-                speeds[workers] = speed
+            lines = msgspec.convert([*csv.DictReader(stream)], list[PublishedSpeed], strict=False)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, csv.Error) as error:
-        raise UserError(f"{path}, line {lines.line_num}: {error}") from None
+    except (ValueError, csv.Error) as error:
+        columns = ",".join(PublishedSpeed.__struct_fields__)
+        raise UserError(f"{path}: {error}; its columns are {columns}") from None
+    for line in lines:
+        speeds = found.setdefault(line.name, Reference(line.name, line.source, {}))
+        told = f"{path}: {line.name!r} has a speed of {line.workers} workers already"
+        refuse((line.workers in speeds.images_per_second, told))
+        speeds.images_per_second[line.workers] = line.images_per_second
     refuse((not found, f"{path}: holds no line with a speed"))
     return list(found.values())
