@@ -48,7 +48,7 @@ def main():
     )
     network = DistributedDataParallel(model)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(network.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(network.parameters(), args.lr, momentum=0.9)
     data = FakeData()
     sampler = DistributedSampler(data, shuffle=False)
     loader = DataLoader(data, args.batch_size, sampler=sampler)

@@ -39,7 +39,8 @@ sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank(), 
 loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
 
 model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9, weight_decay=1e-4)
+# Without weight decay: broadcast_optimizer_state makes a step of zero gradients, which would decay.
+optimizer = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
