@@ -17,8 +17,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from benchmarks.record import OPEN, Measured, Options, Record, Row, gpu_name
-from compare.evidence.reading import parse_block
+from benchmarks.record import OPEN, Measured, Options, Row, gpu_name
 from compare.evidence.turns import Block, estimate, throughput, work_per_cpu_second
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
@@ -123,29 +122,6 @@ def make_rows(
         make_row(name, pair, benchmark, work, blocks, options)
         for name, pair in benchmark.pair.items()
     ]
-
-
-def judged_today(row: Row, record: Record, declared: Sequence[Benchmark]) -> Row:
-    """A recorded row, its goal and its notes, with what its blocks say by today's rule; as it was
-    recorded if it did not come of turns, or if its sides are not declared any more."""
-    told, name = record.options, row.name.removesuffix(", CPU-seconds")
-    # Earlier versions wrote 4 where no number of blocks was given, and both engines in one record.
-    options = Options(
-        blocks=told.get("blocks") if told.get("blocks_given", True) else None,
-        gpu=told.get("gpu", False),
-    )
-    for benchmark in declared:
-        pair = benchmark.pair.get(name := name.removesuffix(f", {benchmark.value}"))
-        blocks = [
-            parse_block(one, Path(benchmark.name))
-            for case, of_case in record.blocks.items()
-            if pair and (benchmark.name.endswith(case) or len(record.blocks) == 1)
-            for one in of_case
-        ]
-        if pair and blocks and {*pair.sides} <= {*blocks[0].order}:
-            made = make_row(name, pair, benchmark, "", blocks, options)
-            return replace(made, goal=row.goal, notes=row.notes)
-    return row
 
 
 def make_row(

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import platform
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,8 +36,6 @@ NO_GOAL = "for reference"
 # that the goal allows, or the gain that it asks for, and twice the cost or no gain is another
 # answer. So a goal of 1, which allows no cost, has no tolerance; other units have no such 1.
 NEAR = 0.02
-# Sides of rows 4 and 5 in records of earlier versions, which had both engines' in one file.
-EARLIER_SIDE = re.compile(r'(?<=")(?:ddp|horovod)-(?:over-)?(singles|(?:Gloo|MPI)(?:-tuned)?)(?=")')
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,6 @@ class Record(msgspec.Struct):
 
     rows: list[Row]
     options: dict[str, Any] = {}
-    blocks: dict[str, list[dict[str, Any]]] = {}  # by case
 
 
 def measure_and_keep(
@@ -183,9 +179,7 @@ def read_record(folder: Path, name: str, options: Options | None = None) -> Reco
     if not packed.exists(path):
         return Record([])
     try:
-        record = msgspec.json.decode(
-            EARLIER_SIDE.sub(lambda found: found[1].lower(), packed.read_text(path)), type=Record
-        )
+        record = msgspec.json.decode(packed.read_text(path), type=Record)
     except (OSError, RecursionError, ValueError) as error:
         raise MeasurementError(f"{path}: is no record of a benchmark ({error})") from None
     for flag in ("gpu", "quick"):

@@ -27,6 +27,7 @@ from benchmarks.record import (
     read_record,
     show_rows,
 )
+from compare.evidence import packed
 from compare.running.launch import utc_now
 from compare.running.scheduler import say
 from compare.running.sides import MeasurementError
@@ -34,8 +35,7 @@ from recipe.command import run_tool
 from recipe.files import replace_file, write_json
 
 FAILED = "mending"
-# Records of earlier versions, which had both engines of rows 4 and 5 in one.
-EARLIER = ("compute_bound", "communication_bound")
+DATED = "bench.json"  # whose date compare/keep.py takes
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def measure_rows(options: Options, only: str | None, again: bool) -> list[Row]:
         options = replace(options, patience=0.0)
     chosen = choose(only, options.gpu)
     options.out.mkdir(parents=True, exist_ok=True)
-    if not (options.out / "bench.json").exists():  # the date that compare/keep.py takes
-        write_json(options.out / "bench.json", {"created_utc": utc_now()})
+    if not (options.out / DATED).exists():
+        write_json(options.out / DATED, {"created_utc": utc_now()})
     rows: list[Row] = []
     for index, entry in enumerate(chosen, start=1):
         say(f"== row {entry.row}, {entry.name}: {index} of {len(chosen)}, {utc_now()}")
@@ -145,15 +145,14 @@ def choose(only: str | None, gpu: bool) -> list[Entry]:
 
 
 def read_records(folders: Sequence[Path]) -> tuple[list[Row], str]:
-    """The rows of all records in some folders, by today's rule, each from the newest folder that
-    has measured it; and a line that says which."""
-    names = (*EARLIER, *(entry.name for entry in entries()))
-    declared = [*by_turns.read_goals(), input_pipeline.DECLARED]
+    """The rows of all records in some folders, each from the newest folder that has measured it;
+    and a line that says which."""
     found = [
-        (folder, by_turns.judged_today(row, record, declared))
+        (folder, row)
         for folder in sorted(folders, key=lambda one: one.name)
-        for record in [read_record(folder, name) for name in names]
-        for row in record.rows
+        for path in sorted(packed.find(folder, "*.json"))
+        if path.parent == folder and path.name != DATED
+        for row in read_record(folder, path.stem).rows
         if row.value is not None
     ]
     if missing := {*folders} - {folder for folder, _ in found}:
@@ -162,7 +161,7 @@ def read_records(folders: Sequence[Path]) -> tuple[list[Row], str]:
     rows = [row for folder, row in found if newest[row.number] == folder]
     lines = [
         f"rows {', '.join(str(n) for n in sorted(newest) if newest[n] == folder)} of {folder}"
-        for folder in dict.fromkeys(newest.values())
+        for folder in sorted({*newest.values()}, key=lambda one: one.name)
     ]
     return rows, f"\n\nRecorded: {'; '.join(lines)}"
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -26,7 +25,7 @@ from benchmarks.record import Measured, Options, Row
 from compare import keep
 from compare.evidence import packed
 from compare.evidence.reading import read_block
-from compare.evidence.turns import Block, estimate
+from compare.evidence.turns import Block
 from compare.running import take_turns
 from compare.running.scheduler import make_turn, run_block
 from compare.running.sides import TAKE_TURNS, MeasurementError, Side
@@ -200,32 +199,6 @@ def test_tables_are_what_the_command_makes_of_the_records(
     table, shown = (re.sub("[ -]+", " ", text) for text in ("\n".join(made), page))
     assert table in re.sub("\n+", "\n", shown)
     assert page.count("| verdict") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "confidence"),
-    [
-        ({"blocks": None}, 1 - 0.05 / 3),  # it looked three times
-        ({"blocks": 4, "blocks_given": False}, 1 - 0.05 / 3),  # an earlier version
-        ({"blocks": 4}, 0.95),
-    ],
-)
-def test_a_recorded_row_is_judged_by_todays_rule(
-    options: dict[str, Any], confidence: float
-) -> None:
-    """Its blocks, an earlier version's, with both engines in one record, are what counts."""
-    name, other = ("2 workers / 2 alone, compute-bound, DDP over Gloo", "memory")
-    speeds = [{"gloo": [speed, speed + 2], "singles": [10.0, 10.0]} for speed in (8, 9, 10, 11)]
-    blocks = [a_block(one) for one in speeds]
-    cases = {"ddp": [asdict(one) for one in blocks], "horovod": []}
-    declared = by_turns.read_goals()
-    kept = record.Record([], {"gpu": False, **options}, cases)
-    row = Row(4, name, 0.7, value=0.5, low=0.4, high=0.6, notes=("as noted",))
-    judged = by_turns.judged_today(row, kept, declared)
-    expected = estimate(blocks, {"gloo": 1, "singles": -1}, confidence=confidence)
-    assert (judged.value, judged.low, judged.high) == (expected.ratio, expected.low, expected.high)
-    assert (judged.name, judged.goal, judged.notes) == (name, 0.7, ("as noted",))
-    assert by_turns.judged_today(replace(row, name=other), kept, declared).low == 0.4
 
 
 # --------------------------------------------------------------------------------------- run.py
