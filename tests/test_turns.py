@@ -24,8 +24,9 @@ from records import a_block
 
 from compare.evidence import turns
 from compare.evidence.turns import Turn, quiet_load
+from compare.plan.blocks import DELAY
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import DELAY, ROOT
+from compare.plan.environment import ROOT
 from compare.plan.plan import Run
 from compare.running import scheduler as scheduler_module
 from compare.running import take_turns

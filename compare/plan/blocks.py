@@ -8,6 +8,8 @@ from typing import TypeVar
 T = TypeVar("T")
 ROUNDS = 8  # of a comparison's block of turns: in each every side has a turn
 LEAD_IN_STEPS = 1  # of each turn, before its clock starts
+RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
+DELAY = "COMPARE_DELAY"  # variable: which share of a turn a rank waits longer, as a known delay
 
 
 def shuffled(things: Iterable[T], *place: object) -> list[T]:

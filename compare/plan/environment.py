@@ -14,8 +14,6 @@ FOLDERS = ("recipe", "ddp_train", "horovod_train", "baselines")  # with all that
 # The trainers set their threads by one rule. A value left over from the shell would be
 # overwritten by torchrun alone, and then the two engines would not run on equal terms.
 REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
-DELAY = "COMPARE_DELAY"  # variable: which share of a turn a rank waits longer, as a known delay
 
 
 def run_environment() -> dict[str, str]:

@@ -38,14 +38,14 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from compare.plan.blocks import balanced, side_by_side
+from compare.plan.blocks import DELAY, balanced, side_by_side
 from compare.plan.configurations import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
     SCRIPT,
     Configuration,
 )
-from compare.plan.environment import DELAY, path_from_here
+from compare.plan.environment import path_from_here
 from compare.plan.hosts import SLURM, is_only_here
 from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole

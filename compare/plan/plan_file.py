@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from compare.plan.blocks import RUN_MARK
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import ROOT, RUN_MARK
+from compare.plan.environment import ROOT
 from compare.plan.hosts import read_hostfile, read_hosts
 from compare.plan.plan import (
     FIELDS,

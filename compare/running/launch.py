@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from compare.plan.environment import RUN_MARK, run_environment
+from compare.plan.blocks import RUN_MARK
+from compare.plan.environment import run_environment
 from compare.plan.plan import Outcome, Run, Status
 from compare.running.processes import (
     busy_cpu_seconds,

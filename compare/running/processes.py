@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from compare.plan.environment import RUN_MARK
+from compare.plan.blocks import RUN_MARK
 
 
 def kill_marked(mark: str) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare.plan.environment import ROOT, RUN_MARK
+from compare.plan.blocks import RUN_MARK
+from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS, Run
 from compare.running.take_turns import SCHEDULER
 from recipe.errors import UserError

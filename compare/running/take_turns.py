@@ -55,8 +55,7 @@ from typing import Any
 
 import psutil
 
-from compare.plan.blocks import LEAD_IN_STEPS
-from compare.plan.environment import DELAY
+from compare.plan.blocks import DELAY, LEAD_IN_STEPS
 from compare.running.processes import busy_cpu_seconds, send_signal
 from recipe.world import World, read_world
 
