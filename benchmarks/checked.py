@@ -1,10 +1,9 @@
-"""Predictions beside what was measured: the record of benchmarks/prediction.py, its table and plot.
+"""Predictions beside what was measured: the record of benchmarks/prediction.py, its table.
 
 The fit is of points whose role is "fit" alone, and of runs and links measured beside them; what is
 held out enters no prediction.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,13 +14,13 @@ from typing import Any, Final, Literal
 import msgspec
 import tabulate
 
-from compare.page.chart import COLOURS, MARKERS, MUTED, Layer, Plot, logarithmic, standalone
 from compare.prediction.inputs import Inputs
 from compare.prediction.networks import GBIT, Cluster, on_cpus
 from compare.prediction.step import Prediction, fit, predict_step
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 
+tabulate.MIN_PADDING = 0  # of headers
 RECORD = "points.json"
 FIT: Final = "fit"
 HELD_OUT: Final = "held out"
@@ -35,7 +34,6 @@ CELL = "{median:.1%}, {worst:.1%}, {covered:.0%}"
 PAYLOAD = 1448 / 1514
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}
 TRANSPORTS = {"gloo": "Gloo", "mpi": "MPI"}
-BEGIN, END = "<!-- the recorded table -->", "<!-- its end -->"
 
 
 @dataclass(frozen=True)
@@ -263,33 +261,9 @@ def grid(
     return tabulate.tabulate(cells, [*head, *columns], tablefmt="github", disable_numparse=True)
 
 
-def plot(record: Record) -> str:
-    """The picture: predicted, with its interval, against measured."""
-    checked, layers = check(record), list[Layer]()
-    ends = [(one.predicted.low_seconds, one.predicted.high_seconds) for one in checked]
-    reach = [one.measured for one in checked] + [end for pair in ends for end in pair if end > 0]
-    scale = logarithmic(reach, "measured: seconds of a step")
-    layers.append(Layer("line", [(min(reach),) * 2, (max(reach),) * 2], MUTED, 0.8, "3 2"))
-    columns = list(dict.fromkeys(one.point.column for one in checked))
-    for column, colour, marker in zip(columns, COLOURS, MARKERS, strict=False):
-        own = [one for one in checked if one.point.column == column]
-        bars = [
-            (one.measured, end)
-            for one in own
-            for end in (one.predicted.low_seconds, one.predicted.high_seconds, math.nan)
-        ]
-        at = [(one.measured, one.predicted.step_seconds) for one in own]
-        texts = [f"{one.point.name}: {one.shown()}" for one in own]
-        layers.append(Layer("line", bars, colour, 0.7, opacity=0.6))
-        layers.append(Layer(marker, at, colour, 2.2, texts=texts, key=column))
-    caption, up = "Vertical: the interval of 90 %.", replace(scale, label="predicted")
-    title = "Predicted and measured"
-    return standalone(Plot("predicted", title, caption, scale, up, layers, height=300).svg)
-
-
-def write_tables(folder: Path, docs: Path | None) -> str:
-    """Write table.md, predicted.svg and, for compare/predict.py, table.json beside the record, and
-    the table into a text if one is named; return the table."""
+def write_tables(folder: Path) -> str:
+    """Write table.md and, for compare/predict.py, table.json beside the record; return the
+    table."""
     record = read(folder)
     if not (checked := check(record)):
         raise UserError(f"{folder}: nothing was measured that can be predicted, see {RECORD}")
@@ -298,11 +272,4 @@ def write_tables(folder: Path, docs: Path | None) -> str:
         most = max(one.point.workers for one in held_out)
         write_json(folder / "table.json", {**summary(held_out), "workers": most})
     replace_file(folder / "table.md", f"{text}\n")
-    replace_file(folder / "predicted.svg", plot(record))
-    if docs is not None:
-        before, mark, rest = docs.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        if not mark:
-            raise UserError(f"{docs}: has no line {BEGIN}, after which the table is put")
-        replace_file(docs, f"{before}{BEGIN}\n{text}\n{END}{after}")
     return text

@@ -11,7 +11,7 @@ the fit among them, so that what the machine does in these minutes it does to al
 trainings of a model between hosts. What fails is recorded as failed, with the reason; the same
 command with the same --out measures what is missing.
 
-Writes points.json (the record), table.md, table.json and predicted.svg. compare/keep.py keeps them.
+Writes points.json (the record), table.md and table.json. compare/keep.py keeps them.
 """
 
 import contextlib
@@ -94,17 +94,16 @@ def main(argv: list[str] | None = None) -> int:
     )
 
 
-def run(settings: Settings, table: Path | None = None, docs: Path | None = None) -> list[str]:
-    """Measure, unless --table names a record; predict, and write table and plot.
+def run(settings: Settings, table: Path | None = None) -> list[str]:
+    """Measure, unless --table names a record; predict, and write the table.
 
     Args:
         settings: What is measured.
         table: Measure nothing: predict anew what this record's points are.
-        docs: Put the table into this file as well, between its marks.
     """
     if table is None:
         measure(settings)
-    return [write_tables(table or settings.out, docs)]
+    return [write_tables(table or settings.out)]
 
 
 def measure(settings: Settings) -> None:
