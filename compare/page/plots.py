@@ -183,7 +183,7 @@ def plot_drift(report: Report, case: str) -> Plot | None:
     """Show speed over the blocks, in the order in which they ran; None if none was measured."""
     layers: list[Layer] = []
     cells = [cell for cell in report.comparison.cells if cell[0] == case]
-    mark = 0 if report.comparison.is_by_turns else 2
+    mark, unit = 0 if report.comparison.is_by_turns else 2, report.comparison.unit
     for _, workers, name in cells:
         measured = [
             (block.number + index / len(block.turns), turn.images_per_second)
@@ -192,7 +192,7 @@ def plot_drift(report: Report, case: str) -> Plot | None:
             if turn.side == name and turn.round in block.quiet_rounds
         ]
         points, own = thinned(measured, MAX_POINTS // len(cells)), place_text(name, workers)
-        texts = [f"{own}, block {x:.2f}: {y:,.4g} images/s" for x, y in points]
+        texts = [f"{own}, block {x:.2f}: {y:,.4g} {unit}/s" for x, y in points]
         layers += curve(report, name, points, texts, 1.1, mark)
     x, y = values_of(layers)
     if not x:
@@ -200,10 +200,11 @@ def plot_drift(report: Report, case: str) -> Plot | None:
     return Plot(
         "drift",
         "Speed over the experiment",
-        "Images per second of whole runs, or of the turns that count, in the order in which they "
-        "ran. A slope that all share is the machine's drift, which ratios within blocks leave out.",
+        f"{unit.capitalize()} per second of whole runs, or of the turns that count, in the order "
+        "in which they ran. A slope that all share is the machine's drift, which ratios within "
+        "blocks leave out.",
         linear(x, "block"),
-        linear(y, "images/s"),
+        linear(y, f"{unit}/s"),
         layers,
     )
 

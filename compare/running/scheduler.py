@@ -123,7 +123,6 @@ def run_block(
         "commands": [*commands_of(sides).values()],
         "sources": sources or trainers_sha256(),
     }
-    is_told = any(side.joins for side in sides)  # who they are, by scripts of a user's own
     if path.exists() and origin.items() <= json.loads(path.read_text()).items():
         report(f"{label}: is there already")
         return read_block(path)
@@ -131,7 +130,7 @@ def run_block(
     with Scheduler(folder, sides, timeout) as scheduler:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
         scheduler.start(*sides)
-        told = {"unit": scheduler.unit(), "facts": scheduler.facts()} if is_told else {}
+        told = {"unit": scheduler.unit(), "facts": scheduler.facts()}
         sides, trials = with_steps(scheduler, sides)
         turns, disturbed = scheduler.take_rounds(
             sides, rounds, patience, lambda line: report(f"{label}, {line}")
