@@ -165,12 +165,6 @@ def test_one_rank_equals_plain_training(variant: str, trained: Trained) -> None:
         assert read_json(alone / "summary.json")["weights_sha256"] == digest
 
 
-@pytest.mark.full
-def test_loader_workers_change_nothing(trained: Trained, tmp_path: Path) -> None:
-    train(tmp_path / "run", *DDP, "--workers 2")
-    assert losses(tmp_path / "run") == losses(trained(*DDP))
-
-
 CACHE = Path(os.path.expanduser(DataFlags.cache_dir))
 SHARDS = "--preset digits --data {shards} --workers 1"
 
@@ -232,31 +226,6 @@ def test_resume_in_mid_epoch_under_either_engine(
     assert [line["samples_seen"] for line in read_lines(folder, "epoch")] == [
         line["samples_seen"] for line in read_lines(whole, "epoch")
     ]
-
-
-# Loses both ranks in the 16th step, and asks the run to stop before it begins again.
-LOSE_AND_ASK = """
-import os, pathlib, psutil, signal, sys
-real_seed_step = module.seed_step
-def seed_step(config, step, rank):
-    if step == 15 and not os.environ["TORCHELASTIC_RESTART_COUNT"].strip("0"):
-        for process in psutil.Process().parent().children():
-            if process.pid != os.getpid():
-                process.kill()
-        pathlib.Path(config.log_dir, config.name, "stop").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    real_seed_step(config, step, rank)
-module.seed_step = seed_step
-"""
-
-
-@pytest.mark.full
-def test_a_wish_to_stop_that_comes_between_two_attempts_is_obeyed(tmp_path: Path) -> None:
-    changed = change_on_rank(1, "recipe.training.model", LOSE_AND_ASK, tmp_path)
-    place = f"--checkpoint-steps 5 --log-dir {tmp_path} --name run --resume auto"
-    finished = launch("torchrun --max-restarts", "ddp", f"{SMALL} {place}", **changed).checked()
-    assert "going on after step" in finished.output and "stopped after step" in finished.output
-    assert not (tmp_path / "run/summary.json").exists() and not (tmp_path / "run/stop").exists()
 
 
 # Makes the loss of one rank NaN in the 15th step that it makes, once.
