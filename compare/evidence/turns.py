@@ -59,9 +59,7 @@ class Block:
     disturbed_seconds: Amount = 0.0  # of turns that others disturbed, and of waiting for quiet
     seconds: Amount = 0.0  # that all of it took, starts and ends included; 0: not written down
     quiet_cores: Amount = QUIET_CORES  # that others may keep busy in a round that counts
-    rounds: Whole = 0  # that were asked for
     commands: tuple[Text, ...] = ()  # of the sides, in their order
-    sources: Text = ""  # digest of the trainers'
     # Of sides, digest after the last round; of a user's own scripts after their first steps.
     weights: dict[str, Text] = field(default_factory=dict)
     unit: Text = "images"  # what `images` of turns are: what a user's own scripts count
