@@ -385,7 +385,7 @@ def test_the_port_of_a_rendezvous_is_free(here):
         (["--", "--epochs", "0"], ["the trainers refuse", "--epochs 0: must be at least 1"]),
         (["--define", "x=horovod-mpi --num-groups 0"], ["--num-groups 0: must be at least 1"]),
         (["--configurations", "horovod-mpi", "--workers", "2", "3", "--", "--use-adasum"],
-         ["3 workers do not allow"]),
+         ["needs a power-of-two number of workers, and there are 3"]),
         # There is no such plan.
         (["scalling"], ["did you mean scaling?"]),
         (["nowhere.toml"], ["nowhere.toml: [Errno 2] No such file"]),
