@@ -97,7 +97,9 @@ def read_torch(path: Path, name: str) -> list[Lane]:
                 if "dur" in event:
                     event["dur"] = round(event["dur"] * 1000)
                 lane.events.append(event)
-    except (OSError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise UserError(
             f"{path} cannot be read ({error!r}): it was not written to its end, or not by the "
             "torch that this project pins; profile again"
