@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from making import a_config, a_world, same
+from making import a_config, a_world
 
 from recipe.errors import UserError
 from recipe.files import partial_name, replace_file
@@ -27,7 +27,7 @@ from recipe.settings.config import Config
 
 def opened(config: Config, host: str = "here") -> Path:
     """As rank 0 of one, in this process, which then holds the lock until the test run's end."""
-    return open_run_folder(config, a_world(host=host), "ddp", same)
+    return open_run_folder(config, Ranks(a_world(host=host)), "ddp")
 
 
 @contextmanager
