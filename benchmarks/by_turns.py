@@ -99,7 +99,7 @@ def measure(benchmark: Benchmark, options: Options) -> Measured:
     folder, rounds = options.out / "blocks" / benchmark.name, options.rounds(benchmark.turns)
 
     def block_of(number: int, label: str) -> Block:
-        order = shuffled(sides, options.seed, benchmark.name, number)
+        order = shuffled(sides, benchmark.name, number)
         return run_block(order, rounds, folder / str(number), number, label, options.patience)
 
     rows_of = partial(make_rows, benchmark, work, options=options)

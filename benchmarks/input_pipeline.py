@@ -78,12 +78,12 @@ def measure(options: Options) -> Measured:
 
     def block_of(number: int, label: str) -> Block:
         say(label)
-        order = shuffled([RAW, *NAMES], options.seed, number)
+        order = shuffled([RAW, *NAMES], number)
         # A new process, which knows nothing of this one's threads and memory.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            turns = pool.submit(
-                take_turns, jpegs, order, rounds, options.seed + number, options.patience
-            ).result(LIMIT_SECONDS)
+            turns = pool.submit(take_turns, jpegs, order, rounds, number, options.patience).result(
+                LIMIT_SECONDS
+            )
         return Block(number, tuple(order), tuple(turns))
 
     rows_of = partial(make_rows, DECLARED, "JPEG files of 500 x 375 pixels", options=options)

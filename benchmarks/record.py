@@ -45,11 +45,13 @@ class Options:
     # The record's folder.
     out: Path = field(default_factory=lambda: Path("runs") / "bench" / utc_stamp())
     blocks: int | None = None  # launches of each side, 3 for an interval; None: until a verdict
-    turns: int | None = None  # quiet turns of each side in a block; None: the row's own number
-    patience: float = PATIENCE  # seconds of waiting for quiet after a disturbed turn
     quick: bool = False  # one short block of a tiny network: does it run?
     gpu: bool = False  # sizes for a GPU, which must be there
-    seed: int = 0  # of the order of starts
+
+    @property
+    def patience(self) -> float:
+        """Seconds of waiting for quiet after a disturbed turn."""
+        return 0.0 if self.quick else PATIENCE
 
     @property
     def looks(self) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ class Options:
 
     def rounds(self, default: int = 8) -> int:
         """How many turns each side has in a block."""
-        return self.turns or (2 if self.quick else default)
+        return 2 if self.quick else default
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def measure(options: Options) -> Measured:
     for number in range(1, options.num_blocks() + 1):
         starts: dict[str, list[float]] = {side.name: [] for side in sides}
         for time_ in range(1 if options.quick else TIMES_PER_BLOCK):
-            for side in shuffled(sides, options.seed, number, time_):
+            for side in shuffled(sides, number, time_):
                 wait_for_quiet(options.patience)
                 starts[side.name].append(
                     seconds_to_first_step(side, folder / str(number) / f"{side.name}-{time_}")

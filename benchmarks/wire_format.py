@@ -95,7 +95,7 @@ def measure_on(made: list[Host], engines: dict[str, str], options: Options) -> M
     for configuration, engine in engines.items():
 
         def block_of(number: int, label: str, configuration: str = configuration) -> AtRate:
-            place = (options.seed, configuration, number)
+            place = (configuration, number)
             at_rates = {}
             for rate in shuffled(list(rates), *place):
                 namespaces.limit_rate(made, rate)

@@ -140,7 +140,7 @@ def test_a_row_comes_back_from_its_record(tmp_path: Path) -> None:
     blocks = [a_block({"a": [9], "b": [10]})]
     row = Row(5, "x", 0.9).compared(blocks * 3, "a", "b")
     measured = Measured([row], [Side("x", ("python",), ("p.py",), 8)], {"5": blocks})
-    options = Options(tmp_path / "new", blocks=3, turns=1)
+    options = Options(tmp_path / "new", blocks=3)
     assert record.measure_and_keep("checkpoints", lambda _: measured, options) == [row]
     assert record.read_record(options.out, "checkpoints").rows == [row]
     kept = read_json(options.out / "checkpoints.json")
@@ -287,7 +287,7 @@ def test_what_needed_something_or_failed_is_measured_again_beside_the_others(
     [
         (["--gpu"], "--gpu: torch finds no GPU here"),
         (["--only", "12"], "--only 12: there is no row 12 without --gpu; take of 1, 2"),
-        (["--blocks", "0"], "--blocks and --turns: must be at least 1"),
+        (["--blocks", "0"], "--blocks 0: must be at least 1"),
         (["--table", "nowhere"], "--table nowhere: holds no record of a benchmark"),
     ],
 )
