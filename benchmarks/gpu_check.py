@@ -75,9 +75,11 @@ class Setting:
         run_alone(command, folder, limit_seconds, folder / "output.log", lambda: look(folder))
         return folder
 
-    def train(self, flags: str, *prefix: str, data: str = SYNTHETIC, **look: Any) -> dict[str, Any]:
+    def train(
+        self, flags: str, *prefix: str, data: str = SYNTHETIC, engine: str = "ddp", **look: Any
+    ) -> dict[str, Any]:
         """Train; return the summary, with the run's folder."""
-        words = f"{TRAINERS['ddp']} {WORK} {data} {flags} --keep-checkpoints 0 --log-dir".split()
+        words = f"{TRAINERS[engine]} {WORK} {data} {flags} --keep-checkpoints 0 --log-dir".split()
         dry = f"{DRY} {DRY_STEPS}".split() if self.dry else ()
         folder = self.start(*prefix, *words, "{folder}", "--name", "run", *dry, **look)
         return json.loads((folder / "run/summary.json").read_text()) | {"folder": folder}
@@ -176,9 +178,14 @@ def compiled(setting: Setting) -> dict[str, Any]:
 
 
 def determinism(setting: Setting) -> dict[str, Any]:
-    flags = "--batch-size 32 --max-steps 6 --deterministic"
-    digests = [setting.train(flags)["weights_sha256"] for _ in range(2)]
-    return expect(len(set(digests)) == 1, "two equal runs end with other weights", of=digests)
+    """One worker of each engine, and DDP's again: all end with the same bits."""
+    digests = dict[str, list[str]]()
+    for precision in ("fp32", "bf16"):
+        flags = f"--batch-size 32 --max-steps 6 --deterministic --precision {precision}"
+        engines = ["ddp", "ddp", *["horovod"] * checks.has_horovod()]
+        digests[precision] = [setting.train(flags, engine=e)["weights_sha256"] for e in engines]
+    is_well = all(len({*one}) == 1 for one in digests.values())
+    return expect(is_well, "equal runs end with other weights", of=digests)
 
 
 def two_workers(setting: Setting) -> dict[str, Any]:
