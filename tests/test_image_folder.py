@@ -400,6 +400,22 @@ def test_trees_that_are_refused(tmp_path: Path, cache: Path, tree: str) -> None:
     assert all(word.format(**where) in message for word in words), message
 
 
+@pytest.mark.parametrize("folder", ["train", "train/a"])
+def test_folder_without_rights(
+    tmp_path: Path, cache: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, "train/a/1.jpg")
+    scandir = os.scandir
+
+    def refuse(path: str | bytes) -> Any:
+        if Path(os.fsdecode(path)) == tmp_path / folder:
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert f"{folder}: cannot be read (Permission denied)" in refused(tmp_path / "train", cache)
+
+
 def test_classes_of_train_and_val_must_agree(tmp_path: Path, cache: Path) -> None:
     train = list_images(make(tmp_path / "t", *(f"{c}/1.jpg" for c in "abcdefg")), cache)
     same = list_images(make(tmp_path / "s", *(f"{c}/9.png" for c in "abcdefg")), cache)
