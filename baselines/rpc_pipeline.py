@@ -26,6 +26,7 @@ Weights are bit-equal to single_process.py's. With --batches-per-allreduce above
 nearly equal: micro-batches reach a piece in any order, and so do their gradients.
 """
 
+from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.start import run_script
 from recipe.world import World
@@ -102,13 +103,14 @@ class Driver(Rung):
         optimizers_log = logging.getLogger("torch.distributed.optim.optimizer")
         optimizers_log.setLevel(logging.ERROR)  # "might be slow"
         self.trains = world.is_first  # the others hold pieces
-        self.ranks, self.world = world.size, replace(self.world, size=1, local_size=1)
+        self.workers, self.world = world.size, replace(self.world, size=1, local_size=1)
+        self.ranks = Ranks(self.world)  # the driver trains alone
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
         self.step = ExitStack()
 
     def distribute(self) -> None:
         """Send each rank its piece."""
-        self.copies = split_resnet(self.model, self.config, self.ranks)
+        self.copies = split_resnet(self.model, self.config, self.workers)
         self.pieces = []
         for rank, layers in enumerate(self.copies):
             optimizer, state = build_optimizer(layers, self.config), self.optimizer.state

@@ -82,11 +82,13 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
          "--no-cuda"),
         (wanted == "nccl" and not by_nccl,
          "--transport nccl: this Horovod has no NCCL: make setup NCCL=1"),
-        (on_gpu and not by_nccl,
+        (on_gpu and not hvd.cuda_built(),
          "this Horovod was built for CPUs: build it again by make setup NCCL=1, or add --no-cuda"),
     )  # fmt: skip
     if by_nccl:
         return "NCCL"
+    if on_gpu and world.is_first:
+        print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
     # With both (one passes messages, the other the gradients) Horovod tries Gloo first: see
     # CreateOperationManager in its operations.cc.
     return "Gloo" if hvd.gloo_enabled() else "MPI"

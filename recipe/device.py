@@ -36,7 +36,7 @@ def choose_device(config: Config, world: World) -> torch.device:
 
     A rank may see all GPUs of its host, or only those that Slurm or a script has given it, and
     their number does not show which. So two ranks may take the same GPU, which would fail inside
-    NCCL, or train at half speed without a message: `agreement` checks that none do.
+    NCCL, or train at half speed without a message: `check_same_training` sees to it that none do.
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start

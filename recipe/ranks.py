@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other, beside gradients: figures, digests, weights."""
+"""What the ranks of a training tell each other, besides gradients: figures, digests, weights."""
 
 import json
 from collections.abc import Callable

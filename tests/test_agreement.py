@@ -115,12 +115,13 @@ def test_data(tmp_path: Path) -> None:
     whole, lacking, renamed, moved = (
         facts(open_data(folder_config(folder, tmp_path / "cache"))) for folder in folders
     )
-    one_less = "num_train of the data: 12 on rank 0 (node0) and 1 more, 11 on rank 2 (node1);"
+    one_less = "training images: 12 on rank 0 (node0) and 1 more, 11 on rank 2 (node1);"
     assert one_less in disagreement(whole, whole, lacking)
     for other in (renamed, moved):
         message = disagreement(whole, whole, other)
-        assert ": sha256 of the data: " in message and "num_train" not in message
-    assert "sha256 of the data: " in disagreement(whole, facts(), whole)
+        assert ": names, labels and classes of the images: " in message
+        assert "training images" not in message
+    assert "names, labels and classes of the images: " in disagreement(whole, facts(), whole)
 
 
 @pytest.mark.parametrize(

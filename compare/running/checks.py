@@ -307,9 +307,8 @@ def check_horovod() -> Finding:
     if "error" in horovod:
         return Finding("Horovod", "warning", horovod["error"], f"{BUILD}; DDP does without")
     built = ", ".join(name for name in ("MPI", "Gloo", "NCCL") if horovod[name]) or "nothing"
-    slow = ": its gradients go from the GPUs through the CPU, while DDP's do not"
     is_well = horovod["NCCL"] or not has_gpus
-    found = f"{horovod['version']}, built with {built}{'' if is_well else slow}"
+    found = f"{horovod['version']}, built with {built}{'' if is_well else ': not for these GPUs'}"
     return judged("Horovod", is_well, found, f"{BUILD} --nccl", "failed")
 
 

@@ -62,7 +62,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"{error.filename or folder}: cannot be written ({error.strerror or error}). Fix that "
-            "and run the same command again: it resumes where it stopped."
+            "and run the same command again."
         ) from error
 
 

@@ -32,7 +32,8 @@ class EnergyUse:
 
 class EnergyMeter:
     """What this rank's GPUs and, on one rank of each host, its processors use between `start` and
-    `stop`. Call it after a synchronisation, and at least every minute: RAPL's counters wrap."""
+    `stop`. Call `stop` after a synchronisation, and `sample` at least every minute: RAPL's
+    counters wrap."""
 
     def __init__(self, devices: Sequence[torch.device], local_rank: int) -> None:
         self.gpus: list[Any] = [_nvml_of(one) if one.type == "cuda" else None for one in devices]

@@ -126,6 +126,16 @@ def fingerprint(
 # -- Between ranks ---------------------------------------------------------------------------------
 
 
+IDENTITY = {  # of data, as messages call it
+    "num_train": "training images",
+    "num_val": "validation images",
+    "order_sha256": "numpy's order of images",
+    "sha256": "names, labels and classes of the images",
+    "train_contents_sha256": "contents of the training shards",
+    "val_contents_sha256": "contents of the validation shards",
+}
+
+
 def comparison_keys(
     engine: str, config: Config, data: Data, device: torch.device
 ) -> dict[str, str]:
@@ -142,7 +152,7 @@ def comparison_keys(
             facts[spelled(name)] = "given" if value else "not given"
         elif flag.per_rank == "equal":
             facts[spelled(name)] = str(value)
-    facts |= {f"{name} of the data": str(value)[:12] for name, value in data.identity.items()}
+    facts |= {IDENTITY[name]: str(value)[:12] for name, value in data.identity.items()}
     return facts | {f"the source {name}": digest for name, digest in sources(engine).items()}
 
 

@@ -133,7 +133,7 @@ class StepMeter:
         self.earlier_seconds = progress.total_seconds
         self.clock = StepClock(device)
         self.reads_later = device.type == "cuda"
-        self.lap = self.clock.lap  # ends a phase of the step, one of `phases.PHASES`
+        self.lap = self.clock.lap  # ends a phase of the step, one of PHASES
         # Sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
         # What is on its way to the host: this rank's sums, when they are there, the `pending` that

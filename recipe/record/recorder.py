@@ -1,7 +1,7 @@
 """Writes the run folder: what a run was, what it measured, and how it ended.
 
 runs/<name>/config.json        every setting
-            lock               of the process that writes here (run_folder.py)
+            lock               of the process that writes here (folder.py)
             environment.json   engine, launcher, transport, hosts, versions
             metrics.jsonl      the truth: one object a line, of kind step, epoch, eval or event;
                                its "epoch" counts from 0, as the order of the images does

@@ -318,7 +318,10 @@ def restore(
 
 def _progress_in(checkpoint: dict[str, Any]) -> Progress:
     """ValueError for what no training comes to."""
-    progress = convert(checkpoint["progress"], Progress)
+    found = dict(checkpoint["progress"])
+    if "train_seconds" in found:  # its name until November 2026
+        found.setdefault("total_seconds", found.pop("train_seconds"))
+    progress = convert(found, Progress)
     if not (
         0 <= progress.skipped_steps <= progress.step <= progress.samples_seen
         and -1 <= progress.best_top1 <= 100

@@ -62,7 +62,7 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     expect_delay()
     for batch in batches:
-        # Blocks are compiled anew, in minutes, for a last batch that is short.
+        # Stages are compiled anew, in minutes, for a last batch that is short.
         (expect_delay if config.compile else heartbeat)()
         images, targets = to_device(batch, config, device)
         with autocast(config, device):

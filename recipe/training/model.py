@@ -172,17 +172,19 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
-    """The children of a network, such as a ResNet's four stages; in the place of a Sequential of
-    Sequentials, which holds all of some networks' stages, its children."""
+    """The children of a network, such as a ResNet's four stages; where a single Sequential holds
+    all stages or blocks, its children in its place."""
+    children = list(model.children())
+    holders = [
+        child
+        for child in children
+        if isinstance(child, nn.Sequential) and any(any(part.children()) for part in child)
+    ]
     return [
         stage
-        for child in model.children()
-        for stage in (child.children() if _holds_stages(child) else [child])
+        for child in children
+        for stage in (child.children() if holders == [child] else [child])
     ]
-
-
-def _holds_stages(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and any(isinstance(x, nn.Sequential) for x in module)
 
 
 def compile_stages(model: nn.Module) -> None:
