@@ -179,12 +179,13 @@ def compiled(setting: Setting) -> dict[str, Any]:
 
 def determinism(setting: Setting) -> dict[str, Any]:
     """One worker of each engine, and DDP's again: all end with the same bits."""
-    digests = dict[str, list[str]]()
+    digests = dict[str, list[tuple[str, str]]]()
     for precision in ("fp32", "bf16"):
         flags = f"--batch-size 32 --max-steps 6 --deterministic --precision {precision}"
         engines = ["ddp", "ddp", *["horovod"] * checks.has_horovod()]
-        digests[precision] = [setting.train(flags, engine=e)["weights_sha256"] for e in engines]
-    is_well = all(len({*one}) == 1 for one in digests.values())
+        runs = [(one, setting.train(flags, engine=one)) for one in engines]
+        digests[precision] = [(one, run["weights_sha256"]) for one, run in runs]
+    is_well = all(len({digest for _, digest in found}) == 1 for found in digests.values())
     return expect(is_well, "equal runs end with other weights", of=digests)
 
 

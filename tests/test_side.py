@@ -91,6 +91,8 @@ def test_the_digest_of_weights_is_that_of_what_was_trained():
     with torch.no_grad():
         model[0].bias[0] += 1
     assert digest_of(model.state_dict()) != digest
+    with pytest.raises(ValueError, match="returned no weights"):
+        digest_of({})
 
 
 # ----------------------------------------------------------------------------------------- plans
@@ -122,6 +124,8 @@ def test_a_flag_and_a_plan_file_say_the_same(tmp_path):
         (["--configurations", "ddp-torchrun"], "--configurations ddp-torchrun: there is no such"),
         (["--side", "x="], "--side x=: say the command"),
         (["--side", "a b=python x.py"], "'a b': a folder will bear this name"),
+        ([], "--side mine: is one side alone"),
+        (["--side", "mine=python b.py"], "--side mine: is given twice"),
     ],
 )
 def test_what_does_not_go_with_scripts_is_refused(words, message):
@@ -171,6 +175,12 @@ def test_two_scripts_are_compared_and_reported(compare_scripts, tmp_path, capsys
     for format_ in ("--markdown", "--csv", "--json"):
         assert report.main(["out", format_]) == 0
     assert compare_scripts(quick, slow, blocks=3)[0] == 0  # there is nothing left to measure
+    block = tmp_path / "out/turns/block-2/block.json"
+    text = block.read_text()
+    block.write_text(text.replace('"disturbed_seconds": ', '"disturbed_seconds": 1'))
+    code, told = compare_scripts(quick, slow, blocks=4)
+    assert code == 2 and "was changed since it was measured; delete this block's folder" in told
+    block.write_text(text)
     (tmp_path / "slow.py").write_text("changed")
     code, told = compare_scripts(quick, slow, blocks=4)
     assert code == 2 and "scripts: {" in told
@@ -182,13 +192,19 @@ def test_equal_work_is_not_shown_without_digests_or_with_others(compare_scripts,
         script(tmp_path, name, of_side=f"lambda: {{'w': numpy.{name}(3)}}", before="import numpy\n")
         for name in ("ones", "zeros")
     )
-    assert compare_scripts(ones, twos, silent)[0] == 0
+    double = script(
+        tmp_path, "double", of_side="lambda: {'w': numpy.ones(3)}", before="import numpy\n",
+        done="images=8",
+    )  # fmt: skip
+    assert compare_scripts(ones, twos, silent, double)[0] == 0
     assert report.main(["out", "--no-html"]) == 0
     shown = capsys.readouterr().out
     assert (
         "not shown: after the first steps both had bit-equal weights in only 0 of 1 block" in shown
     )
     assert "Equal work is not shown: silent gave no digest of weights" in shown
+    parts = "4 images in all ranks of ones, and 8 images in all ranks of double"
+    assert f"Equal work is not shown: a step has {parts}." in " ".join(shown.split())
 
 
 FORKS = """

@@ -1,7 +1,8 @@
 """The chain of digests by which a record guards itself.
 
 run.py seals what it has measured: each block of turns (block.json), and each whole run that is
-complete (outcome.json). A seal holds the digests of the plan, of the trainers' sources, of the
+complete (outcome.json; such a seal knows no run before it, and a run that is missing counts as not
+made). A seal holds the digests of the plan, of the trainers' sources, of the
 files beside it that say what ran, of the block before, and of itself. What is edited, copied,
 dropped or of another comparison breaks the chain, and is named. Whoever recomputes all digests is
 not found: only another measurement is proof against that.
@@ -89,7 +90,7 @@ def reseal(comparison: Path) -> None:
     found = [*comparison.glob("**/block-*/block.json"), *comparison.glob("block-*/**/outcome.json")]
     for path in sorted(found, key=lambda path: block_number(path.parent)):
         told, chain = read_object(path), path.parent.parent
-        if "digest" in told and ".failed-" not in str(path):
+        if {"digest", "ends"} <= told.keys() and ".failed-" not in str(path):
             before = digests.get(chain, "") if path.name == "block.json" else ""
             again = sealed(told, comparison, path.parent, before, ends=told["ends"])
             digests[chain] = again["digest"]

@@ -209,21 +209,22 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
 
 def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
     """Say of which cases and numbers of workers the plan would measure more, and how far they are,
-    or what is damaged."""
+    or what is damaged. Minutes are shared: where a block is damaged, none of them are known."""
     plan = comparison.plan
-    if damaged := {(case, workers): why for case, workers, why in comparison.damaged_blocks}:
-        return damaged
+    damaged = {(case, workers): why for case, workers, why in comparison.damaged_blocks}
     if not plan.pairs():
-        return {}
+        return damaged
     groups = [
         group_of(plan, *place, comparison.blocks(*place), comparison.confidence)
         for place in plan.groups()
     ]
     if plan.blocks is not None:
-        return {
+        left = {
             (group.case, group.workers): f"{group.blocks} of {plan.blocks} blocks"
             for group in groups
             if group.blocks < plan.blocks
         }
+        return left | damaged
     so_far = f"{sum(one.seconds for one in groups) / 60:.1f} of {plan.minutes:g} minutes are used"
-    return {} if reason_to_end(plan, groups) else dict.fromkeys(plan.groups(), so_far)
+    is_over = not damaged and reason_to_end(plan, groups)
+    return {} if is_over else dict.fromkeys(plan.groups(), so_far) | damaged

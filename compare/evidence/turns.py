@@ -117,8 +117,11 @@ class Block:
 
     def rate(self, side: str, value: Callable[[Turn], float]) -> float:
         """One side's rate over all rounds that count, such as all images over all seconds: the
-        harmonic mean, since each turn has the same number of images."""
-        return harmonic_mean([value(turn) for turn in self.counted(side)])
+        harmonic mean, weighted by images where turns have unequal numbers of them."""
+        turns = self.counted(side)
+        amounts = [turn.images for turn in turns]
+        weights = amounts if max(amounts) > 1.001 * min(amounts) else None
+        return harmonic_mean([value(turn) for turn in turns], weights)
 
     def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
         """The logarithm of the product of the sides' rates, each to its power: {"a": 1, "b": -1} is

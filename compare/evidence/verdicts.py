@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 from compare.evidence.equality import Fact, compare_facts, difference_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
@@ -63,6 +63,7 @@ class Verdict:
     second_label: str
     differences: tuple[Fact, ...]  # that forbid a verdict
     margin: float  # within which "equal" is said
+    unit: str = "images"  # in which speeds are told
     is_null_test: bool = False  # both are the same: a difference would be the machine's
     delay: float | None = None  # of a null test's control: the second waits this share longer
     speed: Estimate | None = None  # first / second, images a second
@@ -148,7 +149,8 @@ class Verdict:
         if self.cpu is not None:
             interval = f", {interval_text(self.cpu)}" if self.cpu.low is not None else ""
             lines.append(
-                f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per image of "
+                f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per "
+                f"{self.unit.removesuffix('s')} of "
                 f"{self.second_label}{interval}."
             )
         return lines
@@ -242,6 +244,7 @@ def judge_pair(
         second_label=label_of(comparison, second),
         differences=tuple(differences.values()),
         margin=comparison.plan.margin,
+        unit=comparison.unit,
         is_null_test=comparison.plan.null,
         delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
         equal_weights=equal,
@@ -302,12 +305,23 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
 
 
 def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterable[Fact]) -> str:
-    """Say whether two scripts of a user's own do equal work, by the digests of weights that they
-    give, and in what else they differ."""
-    told = [[block.weights.get(name) for name in pair] for block in comparison.blocks("", 0)]
+    """Say whether two scripts of a user's own do equal work, by what a step of each has and by the
+    digests of weights that they give, and in what else they differ."""
+    blocks = comparison.blocks("", 0)
+    told = [[block.weights.get(name) for name in pair] for block in blocks]
+    steps = [
+        fmean(turn.images / block.steps[name] for block in blocks for turn in block.counted(name))
+        for name in pair
+    ]
     silent = [name for i, name in enumerate(pair) if any(digests[i] is None for digests in told)]
     equal, number = sum(first == second for first, second in told), count(len(told), "block")
-    if silent:
+    if not math.isclose(*steps, rel_tol=0.001):
+        text = "Equal work is not shown: a step has " + ", and ".join(
+            f"{number:,.4g} {comparison.unit} in all ranks of {name}"
+            for number, name in zip(steps, pair, strict=True)
+        )
+        text += "."
+    elif silent:
         text = (
             f"Equal work is not shown: {' and '.join(silent)} gave no digest of weights, as "
             "Side(weights=model.state_dict) does."

@@ -99,8 +99,6 @@ def used_and_set(comparison: Comparison, configuration: str) -> str:
     "DDP over Gloo" where the plan's configurations make a square."""
     if comparison.plan.side:
         return configuration
-    if comparison.plan.side:
-        return configuration
     runs = [run for run in comparison.written if run.configuration == configuration]
     labels = {
         f"{ENGINES.get(run.engine, run.engine)} ({run.launcher}, {run.environment.transport})"

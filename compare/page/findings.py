@@ -2,6 +2,7 @@
 it down."""
 
 import datetime
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -213,7 +214,7 @@ class Report:
              "carries over."),
             (not is_cpu, f"Other devices than {environment.device_name}."),
             (not is_own, f"Other numbers of workers than {workers}: nothing is known of them."),
-            (is_own, "That both scripts train equally well: what they compute, they alone say."),
+            (is_own, "That the scripts train equally well: what they compute, they alone say."),
             (not is_own, f"Other models and batches. {runs[0].config.arch or 'The model'} at this "
              "batch has its own ratio of computing to communicating; a model with more weights, or "
              "a smaller batch, waits longer for its gradients."),
@@ -254,6 +255,9 @@ class SideBySide:
         self.differences: dict[str, Sequence[str]] = {}
         if len(set(methods)) > 1:
             self.differences["measured by"] = methods
+        scripts = [json.dumps(one.plan.scripts, sort_keys=True)[:60] for one in comparisons]
+        if len({json.dumps(one.plan.scripts, sort_keys=True) for one in comparisons}) > 1:
+            self.differences["scripts"] = scripts
         settings = dict.fromkeys(
             name for one in comparisons for run in one.written
             for name in run.config.flags | run.environment.variables

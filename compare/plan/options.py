@@ -21,7 +21,14 @@ from compare.plan.plan import (
     Words,
     meta_of,
 )
-from compare.plan.plan_file import check_plan, flag_of, read_plan_file, take_hostfile, typed
+from compare.plan.plan_file import (
+    FIELD_OF,
+    check_plan,
+    flag_of,
+    read_plan_file,
+    take_hostfile,
+    typed,
+)
 from recipe.command import Flags, add_flags, parser_of
 from recipe.errors import UserError, refuse
 from recipe.settings.config import are_digits, check, read_flags
@@ -148,6 +155,10 @@ def given_table(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say about the plan, by the keys of a plan file."""
     given = {key: getattr(options, key, None) for key in KEYS}
     table = {key: value for key, value in given.items() if value is not None}
+    for key in READERS:
+        names = [name for name, _ in table.get(key, ())]
+        for name in {name for name in names if names.count(name) > 1}:
+            raise UserError(f"{flag_of(FIELD_OF[key])} {name}: is given twice; name each once")
     table |= {key: dict(table[key]) for key in READERS if key in table}
     if "pairs" in table:
         table["pairs"] = [text.split(":") for text in table["pairs"]]

@@ -2,7 +2,7 @@
 
 What stands on a field (its type with bounds, its help, whether it identifies a comparison) makes
 the keys of a plan file, the flags of run.py, the words that repeat a plan, plan.json, and the
-differences between two plans (options.py, record.py). A plan file names the fields:
+differences between two plans (options.py, plan_json.py). A plan file names the fields:
 
     question = "What do 16 bits on the wire bring?"
     time = "about 5 minutes on 2 cores"
@@ -349,8 +349,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=1e9)],
         flag(
             "add no block after so many minutes of undisturbed measuring, but three at least; "
-            "time in which others used the cores does not count (default: 10; the plan square "
-            "has 8)",
+            "time in which others used the cores does not count (default: 10)",
             "M",
         ),
     ] = 10.0

@@ -248,6 +248,10 @@ def check_scripts(plan: Plan) -> None:
             f"{flag_of(FIELD_OF[name])} {given}: belongs to this project's trainers; what a script "
             "of your own does, and how many workers it has, stands in its command",
         ))  # fmt: skip
+    refuse((
+        len(plan.side) < 2 and not plan.null,
+        f"--side {next(iter(plan.side))}: is one side alone; give another --side, or --null",
+    ))  # fmt: skip
 
 
 def check_hosts(plan: Plan) -> None:

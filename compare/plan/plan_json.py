@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -89,13 +90,12 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
 def scripts_sha256(plan: Plan) -> dict[str, str]:
     """Return the digest of each file that the commands of a user's own scripts name. What these
     import is not seen."""
-    words = dict.fromkeys(word for own in plan.side.values() for word in own.command)
-    files = [word for word in words if Path(word).is_file()]
-    return {
-        name: hashlib.sha256(Path(name).read_bytes()).hexdigest()
-        for name in files
-        if Path(name).stat().st_size <= MOST_SCRIPT_BYTES
-    }
+    found = dict[str, str]()
+    for word in dict.fromkeys(word for own in plan.side.values() for word in own.command):
+        with suppress(OSError):  # too long for a path, or not for us to read
+            if Path(word).is_file() and Path(word).stat().st_size <= MOST_SCRIPT_BYTES:
+                found[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
+    return found
 
 
 def sources_sha256(plan: Plan) -> str:

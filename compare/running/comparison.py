@@ -12,7 +12,7 @@ from statistics import mean
 
 from msgspec.structs import replace
 
-from compare.evidence.chain import sealed
+from compare.evidence.chain import read_sealed, sealed
 from compare.evidence.paired import MIN_BLOCKS, confidence_after
 from compare.evidence.reading import (
     TimedSummary,
@@ -196,9 +196,16 @@ def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
 
 
 def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
-    """Return the blocks of turns that are there."""
-    blocks: list[Block] = []
+    """Return the blocks of turns that are there; UserError if their chain is broken."""
+    blocks, before = list[Block](), ""
     while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
+        try:
+            before = read_sealed(path, folder, before)["digest"]
+        except UserError as error:
+            raise UserError(
+                f"{error}; delete this block's folder and those of the blocks after it, and the "
+                "same command measures them anew"
+            ) from None
         blocks.append(read_block(path))
     return blocks
 

@@ -340,9 +340,10 @@ class Scheduler(Launches):
     def facts(self) -> dict[str, Any]:
         """Return what the first rank of each script says that it runs on, and where all are."""
         found = dict[str, Any]()
-        for rank in self.ranks:
-            if "facts" in rank.measured and rank.number == 0:
-                hosts = [one.host for one in self.ranks if one.side == rank.side]
+        for rank in sorted(self.ranks, key=lambda rank: rank.number):
+            if "facts" in rank.measured and rank.side not in found:
+                ranks = sorted(self.of(self.sides[rank.side]), key=lambda one: one.number)
+                hosts = [one.host for one in ranks]
                 own = {"world_size": len(hosts), "rank_hosts": hosts, "hosts": sorted({*hosts})}
                 found[rank.side] = rank.measured["facts"] | own
         return found
@@ -418,6 +419,11 @@ class Scheduler(Launches):
             return ""
         if not self.of(one):
             return ", and none of its processes took part: its script makes `side = Side()` first"
+        if (there := len(self.of(one))) < self.ranks_of(one):
+            return (
+                f", and {there} of its {self.ranks_of(one)} ranks took part: each makes a Side(), "
+                "or Side(ranks=N) says that there are fewer"
+            )
         if not all(rank.measured for rank in self.of(one)):
             return f", and made no {one.warm_up} steps: its script calls side.step() after each"
         return ""
@@ -469,7 +475,8 @@ def start_side(
     if side.joins:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
         variables = {"PYTHONPATH": path, **PATIENT, **variables}
-    if shutil.which(command[0], path=run_environment()["PATH"]) is None:
+    path = side.environment.get("PATH", run_environment()["PATH"])
+    if shutil.which(command[0], path=path) is None:
         raise MeasurementError(f"{side.name}: there is no command {command[0]}", side.name)
     return launches.launch(command, folder, variables, side.directory)
 

@@ -363,7 +363,9 @@ def counters() -> dict[str, float]:
 
 def digest_of(weights: Mapping[str, Any]) -> str:
     """Return the SHA-256 of arrays or tensors, by name: with the same name in a wrapper and out of
-    it, and without BatchNorm's running statistics."""
+    it, and without BatchNorm's running statistics. ValueError for none."""
+    if not weights:
+        raise ValueError("Side(weights=...) returned no weights: give model.state_dict, as it is")
     digest = sha256()
     for name, value in sorted(weights.items()):
         if name.endswith(RUNNING_STATISTICS):
