@@ -89,7 +89,9 @@ class Verdict:
         """Say the verdict, or why there is none."""
         place = place_text(self.case, self.workers)
         place = f"{place}: " if self.case else f"At {place} " if self.workers else ""
-        return f"{place}{self.finding()}."
+        text = f"{place}{self.finding()}."
+        is_name = text.startswith(self.first_label)  # of a user's own, written as it is
+        return text if place or is_name else text[0].upper() + text[1:]
 
     def finding(self) -> str:
         """Return the sentence without its place."""
