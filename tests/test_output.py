@@ -200,7 +200,7 @@ def test_data_of_such_names(images: Path, tmp_path: Path) -> None:
     for one in (data.train, data.val):
         digest.update(b"a\0" + "größe".encode() + b"\0name-\xe9")
         digest.update(one.paths.tobytes() + one.labels.tobytes())
-    assert facts["sha256 of the data"] == digest.hexdigest()[:12]
+    assert facts["names, labels and classes of the images"] == digest.hexdigest()[:12]
     assert (
         prepare.main(["shards", str(images), str(tmp_path / NAME), "--cache-dir", str(tmp_path)])
         == 0
