@@ -72,15 +72,7 @@ def keep_measurement(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft, whole = Path(workshop, target.name), Path(workshop, "open")
-        for path in folder.rglob("*"):
-            name = path.relative_to(folder)
-            kept = KEPT_OF_TURNS | ({"output.log"} if ".failed-" in str(name) else set())
-            is_left_out = name.parts[0] == "turns" and name.name not in kept
-            is_left_out |= not left_out.isdisjoint(name.parts)
-            if path.suffix in PACKED and not is_left_out and path.is_file():
-                (whole / name).parent.mkdir(parents=True, exist_ok=True)
-                text = without_paths(path.read_text("utf-8", "surrogateescape"))
-                (whole / name).write_text(text, "utf-8", "surrogateescape")
+        copy_small_files(folder, whole, left_out)
         if plan.name == "plan.json":
             comparison = load_comparison(folder)
             broken = [why for *_, why in comparison.damaged_blocks]
@@ -105,6 +97,19 @@ def keep_measurement(
         draft.rename(target)
     print(f"kept: {target}")
     return 0
+
+
+def copy_small_files(folder: Path, to: Path, left_out: set[str]) -> None:
+    """Copy the texts of a measurement that are worth keeping, without this machine's paths."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        kept = KEPT_OF_TURNS | ({"output.log"} if ".failed-" in str(name) else set())
+        is_left_out = name.parts[0] == "turns" and name.name not in kept
+        is_left_out |= not left_out.isdisjoint(name.parts)
+        if path.suffix in PACKED and not is_left_out and path.is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            text = without_paths(path.read_text("utf-8", "surrogateescape"))
+            (to / name).write_text(text, "utf-8", "surrogateescape")
 
 
 main = partial(run_tool, "compare/keep.py", keep_measurement, __doc__, errors=(UserError, OSError))

@@ -258,7 +258,7 @@ def test_a_command_that_does_not_exist_is_named(compare_scripts, tmp_path):
 def test_examples_of_ddp_and_of_horovod_are_compared(tmp_path):
     """The scripts do equal work, bit by bit: on two ranks a mean does not depend on the order."""
     if not has_horovod():
-        pytest.skip("Horovod is not installed")
+        pytest.skip("Horovod is missing: make setup builds it")
     sides = {
         "mine": f"torchrun --nproc-per-node 2 {SCRIPTS}/ddp_example.py",
         "theirs": f"horovodrun --mpi -np 2 {sys.executable} {SCRIPTS}/horovod_example.py",

@@ -102,12 +102,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def says(
         built: str = "gloo mpi", enabled: str = "", nccl: bool = False, adasum: bool = False,
+        cuda: bool = False,
         **others: str,
     ) -> Any:  # fmt: skip
         for name in ("gloo", "mpi"):
             setattr(hvd, f"{name}_built", lambda name=name: name in built)
             setattr(hvd, f"{name}_enabled", lambda name=name: name in enabled)
-        hvd.nccl_built = hvd.cuda_built = lambda: nccl
+        hvd.nccl_built, hvd.cuda_built = lambda: nccl, lambda: cuda or nccl
         environ.clear()
         environ.update(others)
         return engine
@@ -140,6 +141,12 @@ def test_transport_of_horovod(
     assert {module.os.environ.get(name) for name in module.SELECTORS} - {None} == asked
     assert ("met_by" in module.os.environ) is (wanted == "gloo" and launcher == "mpirun")
     assert module.check_transport(config, world, device) == recorded
+
+
+def test_a_horovod_for_gpus_without_nccl_is_warned_of(engine: Any, capsys: Any) -> None:
+    module = engine(enabled="mpi", cuda=True)
+    assert module.check_transport(a_config(), a_world(0, 2, launcher="mpirun"), GPU) == "MPI"
+    assert "no NCCL, gradients go through the CPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
