@@ -39,6 +39,9 @@ T = TypeVar("T")
 # What is trained: flags that trainers and loops share. A step of this takes hundredths of a second.
 QUICK = "--arch shufflenet_v2_x0_5 --train-crop-size 32 --batch-size 4 --threads 1"
 QUICK_JPEGS = 40
+# Of a trainer's steps the twentieth is the first after which a GPU's record is written, which takes
+# the host longer than a step.
+GPU_WARM_UP_STEPS = 25
 
 
 class Contender(Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,7 +224,7 @@ def make_side(
         steps=steps,
         ranks=workers,
         copies=contender.copies,
-        warm_up=warm_up,
+        warm_up=max(warm_up, GPU_WARM_UP_STEPS) if options.gpu and not options.quick else warm_up,
         environment=contender.environment,
         joins=bool(contender.loop or contender.wrapper),
     )
