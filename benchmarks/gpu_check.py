@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.by_turns import jpegs_folder, run_alone
 from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS
 from compare.running import checks
-from compare.running.launch import utc_now, utc_stamp
+from compare.running.launch import run_to_end, utc_now, utc_stamp
 from compare.running.scheduler import Scheduler
 from compare.running.sides import Side
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import write_json
+from tools.make_jpegs import JPEGS, jpegs_folder
 
 WORK = "--arch resnet50 --channels-last --epochs 1000"
 SYNTHETIC = "--data synthetic --synthetic-images 1000000"
@@ -67,12 +67,12 @@ class Setting:
 
     def start(self, *words: str, look: Callable[[Path], None] = lambda folder: None) -> Path:
         """Run a program of the project to its end, and return its folder, whose path stands for
-        {folder} in the words, and which has the output; MeasurementError if it fails."""
+        {folder} in the words, and which has the output; UserError if it fails."""
         folder = self.folder / str(time.time_ns())
         command = ["env", "NCCL_DEBUG=INFO", sys.executable]
         command += [word.replace("{folder}", str(folder)) for word in words]
         limit_seconds = LIMIT_SECONDS * (3 if self.dry or "--compile" in command else 1)
-        run_alone(command, folder, limit_seconds, folder / "output.log", lambda: look(folder))
+        run_to_end(command, folder, limit_seconds, folder / "output.log", lambda: look(folder))
         return folder
 
     def train(
@@ -237,7 +237,7 @@ def stopped_neighbour(setting: Setting) -> dict[str, Any]:
 
 
 def jpegs(setting: Setting) -> dict[str, Any]:
-    data = f"--data {jpegs_folder(40 if setting.dry else 640)}"
+    data = f"--data {jpegs_folder(ROOT / JPEGS)}"
     done = setting.train("--batch-size 256 --precision bf16 --max-steps 40", data=data)
     cores = done["cpu_seconds"] / done["train_seconds"]
     return {"cores_used": cores, "input": done["input"], "rate": done["images_per_second"]}

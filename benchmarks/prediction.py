@@ -15,6 +15,8 @@ Writes points.json (the record), table.md and table.json. compare/keep.py keeps 
 """
 
 import contextlib
+import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -25,25 +27,24 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from benchmarks.by_turns import Contender, make_side, run_alone
 from benchmarks.checked import FIT, HELD_OUT, RECORD, Point, Record, read, write, write_tables
-from benchmarks.record import Options, machine
-from benchmarks.wire_format import entrance_to, rate_name
 from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.turns import Block
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import ROOT
+from compare.plan.plan import TRAINERS
 from compare.prediction.inputs import Inputs, read_inputs
 from compare.prediction.networks import BACKENDS, measured_link
-from compare.running.launch import utc_now, utc_stamp
+from compare.running.launch import run_to_end, utc_now, utc_stamp
 from compare.running.scheduler import PATIENCE, Scheduler, say
 from compare.running.sides import MeasurementError, Side
 from compare.running.take_turns import State
 from recipe.command import RESUMES, run_tool
 from recipe.errors import UserError
+from recipe.record.fingerprint import cpu_model
 from tools import namespaces
-from tools.namespaces import Host, HostsError, limit_rate
+from tools.namespaces import Host, HostsError, give_cores, limit_rate
 
 BATCH_SIZE = 8  # of a worker
 # Bound by communication, with 46.8 MB of gradients, and by computing, with 9.1 MB.
@@ -51,6 +52,7 @@ MODELS = {
     "resnet18": "--arch resnet18 --train-crop-size 32",
     "shufflenet": "--arch shufflenet_v2_x1_0 --train-crop-size 160",
 }
+ENDLESS = "--data synthetic --synthetic-images 1000000 --epochs 1000 --keep-checkpoints 0"
 # Rounds at a rate (None: one host), and steps of a turn there; on one host so many by all workers
 # together, but two at least. At 0.1 Gb/s a step takes up to 6 s, and links vary little.
 ROUNDS: dict[float | None, int] = {None: 6, 0.1: 3}
@@ -115,7 +117,8 @@ def measure(settings: Settings) -> None:
         )
     out, began = settings.out.resolve(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    there = read(out) if (out / RECORD).exists() else Record(utc_now(), machine(), [])
+    cores = {"cpu_model": cpu_model(), "cores": len(os.sched_getaffinity(0))}
+    there = read(out) if (out / RECORD).exists() else Record(utc_now(), cores, [])
     points = {point.key: point for point in (*settings.points(), *there.points)}
     groups = dict.fromkeys(map(group_of, points.values()))
     with contextlib.ExitStack() as stack:
@@ -165,10 +168,15 @@ def side_of(point: Point, entrance: Sequence[str] = ()) -> Side:
     launcher = CONFIGURATIONS[f"{point.engine}-mpirun"]
     hosts = ",".join(f"node{number}:1" for number in range(point.hosts)) if entrance else None
     work = f"{MODELS[point.model]} --batch-size {BATCH_SIZE} --threads 1"
-    contender = Contender(launcher.name, point.workers, flags=f"--transport {point.transport}")
-    side = make_side(name_of(point), contender, work, Options(Path()))
-    words = (*entrance, *launcher.launch_words(point.workers, hosts))
-    return replace(side, launcher=words, over_hosts=bool(entrance))
+    words = f"{TRAINERS[point.engine]} {ENDLESS} {work} --transport {point.transport}".split()
+    return Side(
+        name=name_of(point),
+        launcher=(*entrance, *launcher.launch_words(point.workers, hosts)),
+        program=(*words, "--log-dir", "{folder}", "--name", "run"),
+        images_per_step=BATCH_SIZE * point.workers,
+        ranks=point.workers,
+        over_hosts=bool(entrance),
+    )
 
 
 def measure_links(made: list[Host], out: Path, there: Record) -> None:
@@ -187,7 +195,7 @@ def measure_links(made: list[Host], out: Path, there: Record) -> None:
         if place == "between":
             limit_rate(made, None)
             words = [str(entrance_to(made, out)), *words, "--hosts", "node0:1,node1:1"]
-        run_alone(words, folder, LIMIT_SECONDS, folder / "figures" / "collectives.json")
+        run_to_end(words, folder, LIMIT_SECONDS, folder / "figures" / "collectives.json")
         measurement = read_measurement(folder / "figures")
         for of in BACKENDS:
             link = measured_link(measurement, *of)
@@ -196,13 +204,22 @@ def measure_links(made: list[Host], out: Path, there: Record) -> None:
         write(out, there)
 
 
+def entrance_to(made: Sequence[Host], folder: Path) -> Path:
+    """Give each host its cores, and return a script that runs a command on the first one: a script,
+    so that the command is the same in the call that goes on after an interruption."""
+    entrance = folder.resolve() / f"on-{made[0].name}.sh"
+    entrance.write_text(f'#!/bin/sh\nexec {shlex.join(give_cores(made))} "$@"\n')
+    entrance.chmod(0o755)
+    return entrance
+
+
 def fit(point: Point, folder: Path) -> Inputs:
     """What a prediction of this point's training starts from; UserError if a run fails."""
     runs = []
     for workers in (1, 2):
         side, own = side_of(replace(point, workers_per_host=workers)), folder / str(workers)
         command = [*side.command(own), *FIT_FLAGS]
-        run_alone(command, own, LIMIT_SECONDS, own / "run" / "summary.json")
+        run_to_end(command, own, LIMIT_SECONDS, own / "run" / "summary.json")
         runs.append(own / "run")
     return read_inputs(runs)
 
@@ -247,7 +264,8 @@ def take_turns(
     blocks = {}
     for rate in dict.fromkeys(point.gbit_per_s for point in group):
         limit_rate(made, rate)
-        steps, where = STEPS.get(rate, 2), rate_name(rate) if made else "one host"
+        steps = STEPS.get(rate, 2)
+        where = "one host" if rate is None else f"{rate:g} Gb/s"
         paced = [replace(s, steps=steps if made else max(2, steps // s.ranks)) for s in sides]
         turns, _ = scheduler.take_rounds(
             paced,

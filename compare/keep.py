@@ -1,9 +1,10 @@
 """Keep a measurement in results/, small enough for a repository and without this machine's paths.
 
     python compare/keep.py runs/compare-20260131-120000 --machine 2-core-xeon --question engines
+    python compare/keep.py runs/bench/FIRST/checkpoints --machine 2-core-xeon --question checkpoints
 
 Writes results/MACHINE/DATE-QUESTION/: the plan, and runs.jsonl, which holds the small files that
-the trainers and run.py (or collectives.py, or `make bench`) wrote, a line for each folder. All
+the trainers and run.py (or collectives.py) wrote, a line for each folder. All
 commands read it as they read the folders: `compare/report.py` makes the report. Left out: warm-ups,
 TensorBoard's files (metrics.jsonl holds the same), checkpoints, traces and profiles, and of the
 sides of turns all but their settings and environment. The home directory becomes ~, and the
@@ -29,11 +30,11 @@ from recipe.command import run_tool
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 
-WITH_TABLE = ("bench.json", "points.json")  # which have their table beside them
-PLANS = ("plan.json", "collectives.json", *WITH_TABLE)
+WITH_TABLE = "points.json"  # which has its table beside it
+PLANS = ("plan.json", "collectives.json", WITH_TABLE)
 # Of a run's folder, and of the comparison's.
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
-LEFT_OUT_OF_BENCH = {"run", "phases.jsonl", "output.log"}  # its blocks say it all
+LEFT_OUT_OF_POINTS = {"run", "phases.jsonl", "output.log"}  # its blocks say it all
 KEPT_OF_TURNS = {"block.json", "config.json", "environment.json"}
 OPEN = {".md", ".svg", ".txt"}  # beside the plan
 PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
@@ -68,7 +69,7 @@ def keep_measurement(
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = results / machine / f"{date[1]}-{question}"
     refuse((target.exists(), f"{target} exists: take another --question, or delete it"))
-    left_out = LEFT_OUT | (LEFT_OUT_OF_BENCH if plan.name in WITH_TABLE else set())
+    left_out = LEFT_OUT | (LEFT_OUT_OF_POINTS if plan.name == WITH_TABLE else set())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft, whole = Path(workshop, target.name), Path(workshop, "open")

@@ -89,6 +89,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 def report(options: argparse.Namespace) -> None:
     """Print and write what is asked for. Packages are imported here, where one that is missing
     becomes a message."""
+    from compare.evidence.goals import goals_table
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.records import load_comparison
     from compare.evidence.rows import load_references
@@ -115,7 +116,8 @@ def report(options: argparse.Namespace) -> None:
     refuse_copies(comparisons)
     reports = [Report(one, references) for one in comparisons]
     if not options.to_terminal:
-        print("\n\n".join(filter(None, [note, text.as_text(reports)])), flush=True)
+        parts = [note, goals_table(comparisons), text.as_text(reports)]
+        print("\n\n".join(filter(None, parts)), flush=True)
     elif note:
         print(note, file=sys.stderr)
     for path, made in (

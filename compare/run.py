@@ -83,7 +83,7 @@ def answer(argv: list[str]) -> int:
         lines = (
             dry_run_lines(plan, folder, options.warm_up, options.block)
             if options.tune is None
-            else search_lines(plan, options.rounds)
+            else search_lines(plan, options.tuning_rounds)
         )
         print("\n".join(lines))
         return 0

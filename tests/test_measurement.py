@@ -36,7 +36,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     monkeypatch.setattr(comparison, "run_block", bench)
     sides = {"launcher": (), "program": (), "images_per_step": 64}
     monkeypatch.setattr(
-        comparison, "training_side", lambda run, folder, _: Side(run.configuration.name, **sides)
+        comparison, "side_of", lambda run, plan, place: Side(run.configuration.name, **sides)
     )
     monkeypatch.setattr(plan_json, "trainers_sha256", lambda: "a")
     return bench
@@ -206,10 +206,8 @@ TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-
 def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, capsys):
     """The default, but for the whole runs."""
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
-    for module in (comparison, plan_json):
-        monkeypatch.setattr(module, "ROUNDS", 2)
     monkeypatch.setattr(run_module.checks, "visible_gpus", lambda: 0)
-    command = ["--blocks", "1", "--full-runs", "0", "--no-warm-up", "--out",
+    command = ["--blocks", "1", "--turns", "2", "--full-runs", "0", "--no-warm-up", "--out",
                str(tmp_path), "--", *TRAINING]  # fmt: skip
     assert run_module.main(command) == 0
     told = capsys.readouterr().out

@@ -141,13 +141,11 @@ def compare_scripts(tmp_path, monkeypatch, capsys):
     """Compares the given scripts by the command, in short blocks; returns exit code and output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.02)
-    monkeypatch.setattr("compare.running.comparison.ROUNDS", 2)
-    monkeypatch.setattr("compare.plan.plan_json.ROUNDS", 2)
     monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
 
     def compare(*scripts: str, blocks: int = 1, more: tuple[str, ...] = ()) -> tuple[int, str]:
         words = [word for one in scripts for word in ("--side", one)]
-        words += ["--blocks", str(blocks), "--out", "out", "--timeout", "60", *more]
+        words += ["--turns", "2", "--blocks", str(blocks), "--out", "out", "--timeout", "60", *more]
         code = run_command.main(words)
         captured = capsys.readouterr()
         return code, captured.out + captured.err

@@ -122,12 +122,13 @@ def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones() -> No
 
 
 def ranks(*each: tuple[int, float, float, float, str]) -> list[Rank]:
-    """Ranks at the end of a turn whose lead-in took half a second: of which copy, its seconds, CPU
-    seconds, those of the machine, and the machine."""
+    """Ranks at the end of a turn of 40 images, whose lead-in took half a second: of which copy,
+    its seconds, CPU seconds, those of the machine, and the machine."""
     return [
         Rank(
             "x", copy, 0, machine, machine, 2, Pipe()[0], State.READY,
-            {"seconds": seconds, "cpu_seconds": cpu, "busy": busy, "window": seconds + 0.5},
+            {"seconds": seconds, "cpu_seconds": cpu, "busy": busy, "window": seconds + 0.5,
+             "images": 40},
         )
         for copy, seconds, cpu, busy, machine in each
     ]  # fmt: skip
@@ -147,7 +148,9 @@ def test_what_ranks_measure_comes_to_a_turn() -> None:
     assert found == pytest.approx((40 / 2 + 40 / 4, 5 / 96))
     # Machines have cores of their own.
     apart = ranks((0, 2.5, 1.0, 1.0, "a"), (0, 2.5, 2.0, 3.5, "b"))
-    assert make_turn(side(ranks=2), 0, 0.0, apart, 3.0).other_load == pytest.approx(0.5)
+    assert make_turn(
+        side(ranks=2, images_per_step=16), 0, 0.0, apart, 3.0
+    ).other_load == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("delay", [0, 0.25])
@@ -432,8 +435,8 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     run = Run(1, CONFIGURATIONS["ddp-torchrun"], 2, 1, arguments=training)
     honest = replace(training_side(run, folder), steps=2)
     block = run_block([honest], 3, folder, 1, "block 1")
-    # Warm-up of 3 steps, then a lead-in and 2 steps a turn, of 8 images each; others may disturb.
-    assert [turn.samples for turn in block.turns] == [48 + 24 * n for n in range(len(block.turns))]
+    # Warm-up of 5 steps, then a lead-in and 2 steps a turn, of 8 images each; others may disturb.
+    assert [turn.samples for turn in block.turns] == [64 + 24 * n for n in range(len(block.turns))]
     assert {turn.images for turn in block.turns} == {16}
     assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
         block.of("ablation")

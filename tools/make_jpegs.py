@@ -8,6 +8,8 @@ expensive to read and decode as photographs of 500 x 375 pixels. (ImageNet's 1.2
 training take 138 GB: 108 KB each.)
 """
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +22,8 @@ WIDTH, HEIGHT = 500, 375
 NOISE = 21.0  # standard deviation, of 255 levels: makes the file as large as a photograph's
 QUALITY = 90
 VALIDATION_SHARE = 10  # one image in ten
+COPIES = 40  # names of each file, so that an epoch of the benchmarks is long
+JPEGS = "runs/bench-jpegs/640x40"  # where benchmarks/plans look for them
 
 
 def main(folder: Positional[Path], images: int = 640, classes: int = 10) -> None:
@@ -53,6 +57,20 @@ def picture(seed: tuple[int, int]) -> Image.Image:
     smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), dtype=np.float32)
     noisy = smooth + random.normal(0, NOISE, (HEIGHT, WIDTH, 1)).astype(np.float32)
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def jpegs_folder(folder: Path) -> Path:
+    """Return this folder, with 640 training images under COPIES names each; made if it is not
+    there."""
+    if not folder.exists():
+        draft = folder.with_name(f".{folder.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        main(draft)
+        for file in sorted((draft / "train").glob("*/*.jpg")):
+            for copy in range(1, COPIES):
+                os.link(file, file.with_name(f"{file.stem}-{copy:02d}.jpg"))
+        draft.rename(folder)
+    return folder
 
 
 if __name__ == "__main__":

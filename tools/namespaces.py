@@ -146,6 +146,19 @@ def hosts(
             host.sshd.wait(10)
 
 
+def give_cores(made: Sequence[Host]) -> list[str]:
+    """Give each host a part of this machine's cores, all of them where there are fewer cores than
+    hosts, and return the words that run a command on the first one. Real hosts do not compete for
+    cores: where these did, both workers of Horovod at times computed on one core for a whole turn,
+    and their polling threads had the other."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // len(made)
+    parts = [cores[n * each : (n + 1) * each] or cores for n in range(len(made))]
+    for host, part in zip(made, parts, strict=True):
+        os.sched_setaffinity(host.sshd.pid, part)
+    return ["taskset", "-c", ",".join(map(str, parts[0])), *made[0].inside()]
+
+
 def missing_tools(*others: str) -> list[str]:
     """What hosts need and this machine or user lacks, `others` included."""
     missing = ["root"] if os.geteuid() != 0 else []

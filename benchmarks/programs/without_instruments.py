@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from compare.running import take_turns
+from benchmarks.programs.trainer import main
 from recipe.record import meter, recorder
 from recipe.training import metrics
 
@@ -46,4 +46,4 @@ def take_instruments_out() -> None:
 
 if __name__ == "__main__":
     take_instruments_out()
-    take_turns.main()
+    main()

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ TASK: Flags = {
     "--tune": {"type": Path, "metavar": "FILE", "help": "do not compare, but search for the "
                "settings with which each engine exchanges gradients fastest here, and write them "
                "into this file, for the trainers' --knobs"},
-    "--rounds": {"type": int, "metavar": "N", "help": "with --tune: in how many blocks the values "
-                 f"of a knob take turns with the best one so far (default: {TUNING_ROUNDS})"},
+    "--rounds": {"dest": "tuning_rounds", "type": int, "metavar": "N", "help": "with --tune: in "
+                 "how many blocks the values of a knob take turns with the best one so far "
+                 f"(default: {TUNING_ROUNDS})"},
 }  # fmt: skip
 PROCEDURE: Flags = {
     "--hostfile": {"metavar": "FILE", "help": "hosts, in lines of the form 'name "
@@ -127,10 +128,11 @@ def definition(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def script(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `NAME=[VARIABLE=VALUE ...] command`, a script of a user's own."""
+    """Read `NAME=[copies=N] [VARIABLE=VALUE ...] command`, a script of a user's own."""
     name, _, rest = text.partition("=")
     environment, command = take_variables(shlex.split(rest))
-    return name, {"command": command, "environment": environment}
+    copies = environment.pop("copies", 1)
+    return name, {"command": command, "environment": environment, "copies": copies}
 
 
 def take_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -148,7 +150,15 @@ def case(text: str) -> tuple[str, dict[str, Any]]:
     return name, {"flags": shlex.split(flags)}
 
 
-READERS = {"configuration": definition, "case": case, "side": script}
+def goal(text: str) -> tuple[str, str]:
+    """Read `FIRST:SECOND=RATIO`."""
+    pair, _, ratio = text.rpartition("=")
+    return pair, ratio
+
+
+READERS: dict[str, Callable[[str], tuple[str, Any]]] = {
+    "configuration": definition, "case": case, "side": script, "goals": goal
+}  # fmt: skip
 
 
 def given_table(options: argparse.Namespace) -> dict[str, Any]:
@@ -209,8 +219,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
             "N, which this plan does not have",
         ),
         (
-            options.rounds is not None and options.tune is None,
-            f"--rounds {options.rounds}: belongs to --tune; here give --blocks",
+            options.tuning_rounds is not None and options.tune is None,
+            f"--rounds {options.tuning_rounds}: belongs to --tune; here give --blocks",
         ),
     )
     if plan.side:

@@ -21,8 +21,13 @@ differences between two plans (options.py, plan_json.py). A plan file names the 
 Or scripts of a user's own, which call compare/side.py, in place of configurations:
 
     [side.mine]
-    command = "torchrun --nproc-per-node 2 my_ddp.py"
+    command = "torchrun --nproc-per-node 2 my_ddp.py {flags}"    # the flags of all
     environment = { OMP_NUM_THREADS = "1" }
+    copies = 2                                    # at once, knowing nothing of each other
+
+    [goals]
+    "mine:theirs" = 0.98                          # the ratio of speeds that is asked for
+    "mine" = 3200                                 # images/s
 """
 
 import dataclasses
@@ -38,7 +43,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from compare.plan.blocks import DELAY, balanced, side_by_side
+from compare.plan.blocks import DELAY, ROUNDS, balanced, side_by_side
 from compare.plan.configurations import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
@@ -128,15 +133,24 @@ class Case(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
-    """A script of a user's own: the command that starts all its ranks, and its variables."""
+    """A script of a user's own: the command that starts all its ranks, and its variables. In the
+    command {flags} stands for the plan's flags, {folder} for where it may write."""
 
     command: Words
     environment: dict[str, str] = {}
+    copies: Count = 1  # started at once, knowing nothing of each other
 
     @property
     def words(self) -> list[str]:
         """What follows the `NAME=` of --side."""
-        return [*(f"{k}={v}" for k, v in self.environment.items()), *self.command]
+        copies = [f"copies={self.copies}"] if self.copies > 1 else []
+        return [*copies, *(f"{k}={v}" for k, v in self.environment.items()), *self.command]
+
+    def with_flags(self, flags: Sequence[str]) -> tuple[str, ...]:
+        """The command with the plan's flags in it."""
+        return tuple(
+            word for own in self.command for word in (flags if own == "{flags}" else [own])
+        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +188,9 @@ class Run:
         """Return the command for the current directory, as a person would type it there."""
         if self.configuration.command:
             own = [f"{name}={value}" for name, value in self.configuration.variables.items()]
-            return [*(["env", *own] if own else []), *self.configuration.command]
+            folder = str(log_dir / self.name)
+            words = [word.replace("{folder}", folder) for word in self.configuration.command]
+            return [*(["env", *own] if own else []), *words]
         trainer = path_from_here(TRAINERS[self.configuration.engine])
         words = self.trainer_words(str(log_dir), self.name)
         return [*self.launch_words(log_dir / self.name), trainer, *words]
@@ -247,8 +263,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         flag(
             "a script of your own, which calls compare/side.py, by the command that starts its "
             "ranks, as in --side 'mine=torchrun --nproc-per-node 2 my_ddp.py'; in place of "
-            "configurations (to be given for each)",
-            "'NAME=[VARIABLE=VALUE ...] command'",
+            "configurations (to be given for each). {flags} in it stands for what follows --",
+            "'NAME=[copies=N] [VARIABLE=VALUE ...] command'",
             identifies=True,
         ),
     ] = {}
@@ -260,6 +276,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             identifies=True,
         ),
     ] = msgspec.field(default=(), name="pairs")
+    goals: Annotated[
+        dict[str, float],
+        flag(
+            "the ratio of speeds that a pair is to reach, as in --goals ddp:bare=0.985, or a "
+            "side's speed, as in --goals ddp=3200; the pairs with goals are those that are judged",
+            "FIRST:SECOND=RATIO",
+            identifies=True,
+        ),
+    ] = {}
     null: Annotated[bool, flag("compare each configuration with itself", "", identifies=True)] = (
         False
     )
@@ -323,6 +348,16 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             identifies=True,
         ),
     ] = "turns"
+    steps: Annotated[
+        Count | None,
+        flag("optimizer steps of a turn (default: as many as take half a second)", identifies=True),
+    ] = None
+    rounds: Annotated[
+        Whole, flag("turns of each side in a block (default: 8)", identifies=True, name="turns")
+    ] = ROUNDS
+    warm_up_steps: Annotated[
+        Count, flag("steps of each side before its first turn (default: 5)", identifies=True)
+    ] = 5
     full_runs: Annotated[
         Annotated[int, Meta(ge=0, le=MOST)],
         flag(
@@ -422,7 +457,12 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         if self.side:
             return {
                 name: Configuration(
-                    name, SCRIPT, SCRIPT, environment=own.environment, command=own.command
+                    name,
+                    SCRIPT,
+                    SCRIPT,
+                    environment=own.environment,
+                    copies=own.copies,
+                    command=own.with_flags(self.trainer_arguments),
                 )
                 for name, own in self.side.items()
             }
@@ -477,7 +517,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         if self.null:
             delayed = [(first, f"{first}-delayed")] if self.delay is not None else []
             return [*((name, f"{name}-again") for name in self.configurations), *delayed]
-        return list(self.judged_pairs) or [(first, other) for other in others]
+        with_goals = [(a, b) for a, _, b in (key.partition(":") for key in self.goals) if b]
+        return list(self.judged_pairs) or with_goals or [(first, other) for other in others]
 
     @property
     def end(self) -> tuple[Any, ...]:

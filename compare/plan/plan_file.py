@@ -34,7 +34,13 @@ else:
 
 T = TypeVar("T")
 PLANS = ROOT / "compare/plans"
-KEYS_OF_PARTS = ("base", "flags", "environment", "command")  # of a configuration, case or side
+KEYS_OF_PARTS = (
+    "base",
+    "flags",
+    "environment",
+    "command",
+    "copies",
+)  # of a configuration, case or side
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # In strong scaling, flags that the plan sets itself.
 OF_GLOBAL_BATCH = {
@@ -138,7 +144,10 @@ def plan_words(plan: Plan) -> list[str]:
 def flag_words(name: str, value: Any) -> list[str]:
     """Return the words of one flag with its value."""
     if isinstance(value, dict):
-        named = [f"{key}={shlex.join(own.words)}" for key, own in value.items()]
+        named = [
+            f"{key}={own:g}" if isinstance(own, float) else f"{key}={shlex.join(own.words)}"
+            for key, own in value.items()
+        ]
         return [word for text in named for word in (name, text)]
     if isinstance(value, tuple):
         return [name, *(":".join(one) if isinstance(one, tuple) else str(one) for one in value)]
@@ -181,6 +190,9 @@ def check_names(plan: Plan) -> None:
         check_known(f"configuration {name}: base", own.base, CONFIGURATIONS)
     for name in plan.configurations:
         check_known("--configurations", name, plan.known())
+    for key in plan.goals:
+        for name in key.split(":", 1):
+            check_known(f"--goals {key}:", name, plan.configurations)
     for first, second in plan.judged_pairs:
         for name in (first, second):
             check_known(f"--pairs {first}:{second}:", name, plan.configurations)
@@ -238,13 +250,13 @@ def check_measuring(plan: Plan) -> None:
 def check_scripts(plan: Plan) -> None:
     """Check that what is compared are scripts of the user's own alone, without what belongs to
     trainers."""
-    default = Plan()
+    default, takes_flags = Plan(), any("{flags}" in own.command for own in plan.side.values())
     for name, own in plan.side.items():
         refuse((not own.command, f"--side {name}=: say the command that starts its ranks"))
     for name in OF_TRAINERS:
-        given = getattr(plan, name)
+        given = None if name == "trainer_arguments" and takes_flags else getattr(plan, name)
         refuse((
-            given != getattr(default, name),
+            given not in (None, getattr(default, name)),
             f"{flag_of(FIELD_OF[name])} {given}: belongs to this project's trainers; what a script "
             "of your own does, and how many workers it has, stands in its command",
         ))  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from compare.plan.blocks import ROUNDS
 from compare.plan.environment import (
     REMOVED_VARIABLES,
+    ROOT,
     set_variables,
     steering_variables,
     trainers_sha256,
@@ -46,7 +46,6 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
 
     created_utc: Text
     format: Whole
-    rounds: Annotated[Whole, IDENTIFIES] = 0  # of a block of turns
     warnings: tuple[Text, ...] = ()
     # When each end was set, and which; the last is the one that counts. Later ones are extensions.
     ends: Annotated[tuple[dict[str, str | int | float | None], ...], NOT_EMPTY]
@@ -71,7 +70,6 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
         created_utc=created_utc,
         format=FORMAT,
         ends=({"created_utc": created_utc, **{name: getattr(plan, name) for name in END}},),
-        rounds=ROUNDS,
         trainers_sha256=sources_sha256(plan),
         scripts=scripts_sha256(plan),
         knobs={
@@ -99,10 +97,14 @@ def scripts_sha256(plan: Plan) -> dict[str, str]:
 
 
 def sources_sha256(plan: Plan) -> str:
-    """Return the digest of all sources of what is measured: the trainers', or a user's scripts."""
+    """Return the digest of all sources of what is measured: the trainers', or a user's scripts,
+    which may start a trainer."""
     if not plan.side:
         return trainers_sha256()
-    return hashlib.sha256(json.dumps(scripts_sha256(plan)).encode()).hexdigest()
+    scripts = scripts_sha256(plan)
+    is_ours = any(Path(name).resolve().is_relative_to(ROOT) for name in scripts)
+    told = {**scripts, "trainers": trainers_sha256() if is_ours else ""}
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def write_plan(path: Path, record: PlanRecord) -> None:

@@ -32,7 +32,6 @@ from compare.evidence.stopping import (
 )
 from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
-from compare.plan.blocks import ROUNDS
 from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
 from compare.plan.plan_json import (
     PlanRecord,
@@ -53,7 +52,7 @@ from compare.running.launch import (
     utc_now,
 )
 from compare.running.scheduler import run_block
-from compare.running.sides import NoTurns, script_side, training_side
+from compare.running.sides import NoTurns, side_of
 from recipe.errors import UserError
 from recipe.files import write_json
 from recipe.record.schema import Summary
@@ -240,11 +239,8 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     path = place.with_name(f"block-{number - 1}") / "block.json"
     before = read_object(path)["digest"] if path.exists() else ""
     run_block(
-        [
-            script_side(run) if plan.side else training_side(run, place, plan.no_phases)
-            for run in runs
-        ],
-        ROUNDS,
+        [side_of(run, plan, place) for run in runs],
+        plan.rounds,
         place,
         number,
         block_label(group, number),

@@ -341,7 +341,8 @@ class Scheduler(Launches):
         """Return what the first rank of each script says that it runs on, and where all are."""
         found = dict[str, Any]()
         for rank in sorted(self.ranks, key=lambda rank: rank.number):
-            if "facts" in rank.measured and rank.side not in found:
+            joins = self.sides[rank.side].joins
+            if joins and "facts" in rank.measured and rank.side not in found:
                 ranks = sorted(self.of(self.sides[rank.side]), key=lambda one: one.number)
                 hosts = [one.host for one in ranks]
                 own = {"world_size": len(hosts), "rank_hosts": hosts, "hosts": sorted({*hosts})}
@@ -388,7 +389,7 @@ class Scheduler(Launches):
             if state is State.STARTING:
                 self.ranks.append(Rank(connection=connection, **values))
         for side in self.sides.values():
-            if side.ranks == 0 and len(self.of(side)) > self.ranks_of(side):
+            if side.ranks == 0 and len(self.of(side)) > self.ranks_of(side) >= 0:
                 raise MeasurementError(
                     f"{side.name}: {len(self.of(side))} of its processes take part, and its "
                     f"launcher's variables tell of {self.ranks_of(side)}; a script that starts its "
@@ -509,21 +510,17 @@ def make_turn(
         by_copy[rank.copy].append(rank.measured)
         by_machine[rank.machine].append(rank.measured)
     told, expected = [rank.measured for rank in ranks], side.steps * side.images_per_step
-    if side.joins:  # each rank says what it has done itself
-        done = [sum(one["images"] for one in of_copy) for of_copy in by_copy.values()]
-    elif wrong := {one["images"] for one in told if one.get("images", expected) != expected}:
+    done = [sum(one["images"] for one in of_copy) for of_copy in by_copy.values()]
+    if not side.joins and any(not math.isclose(own, expected) for own in done):
         raise MeasurementError(
-            f"{side.name}: its trainer counted {wrong.pop()} images in a turn of {expected}",
-            side.name,
+            f"{side.name}: its trainer counted {done} images in a turn of {expected}", side.name
         )
-    else:
-        done = [expected] * len(by_copy)
     images = sum(done)
     if not images > 0:
         raise MeasurementError(f"{side.name}: its steps have done {images:g} {told[0]['unit']}")
     seconds = [mean(one["seconds"] for one in of_copy) for of_copy in by_copy.values()]
     rate = sum(own / each for own, each in zip(done, seconds, strict=True))
-    phases = [one["phases"] for one in told if one.get("phases")]
+    phases = [one["phases"] for one in told if one.get("phases") and not side.joins]
     computing = [one["forward"] + one["backward"] for one in phases]
     loads = [
         (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))

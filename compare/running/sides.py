@@ -9,14 +9,13 @@ from typing import Any
 
 from compare.plan.blocks import RUN_MARK
 from compare.plan.environment import ROOT
-from compare.plan.plan import TRAINERS, Run
+from compare.plan.plan import TRAINERS, Plan, Run
 from compare.running.take_turns import SCHEDULER
 from recipe.errors import UserError
 from recipe.settings.config import read_flags
 from recipe.settings.flags import flag_name
 
 ABLATES = {"ddp", "horovod", "mpi4py"}  # engines that can leave out the exchange of gradients
-SCRIPT_WARM_UP = 5  # steps
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
 
 
@@ -44,7 +43,7 @@ class Side:
     steps: int = 0  # optimizer steps a turn; 0: as many as fill it, the same for all sides
     ranks: int = 1  # processes that train together; 0: as many as its launcher's variables say
     copies: int = 1  # started at once, knowing nothing of each other
-    warm_up: int = 3  # steps
+    warm_up: int = 5  # steps
     environment: dict[str, str] = field(default_factory=dict)
     directory: Path = ROOT  # in which it is started
     joins: bool = False  # does its script say itself when a step has ended? (compare/side.py)
@@ -55,13 +54,13 @@ class Side:
     def command(self, folder: Path, by_turns: bool = False) -> list[str]:
         """What starts a copy: as a person would, or so that it takes turns."""
         program = [word.replace("{folder}", str(folder)) for word in self.program]
-        launcher = list(self.launcher)
-        if not by_turns:
-            return [*launcher, *program]
-        if self.over_hosts and "mpirun" in launcher:  # others take the environment along
-            at = launcher.index("mpirun") + 1
-            launcher[at:at] = ["-x", RUN_MARK, "-x", SCHEDULER, *["-x", "PYTHONPATH"] * self.joins]
-        return [*launcher, *[TAKE_TURNS] * (not self.joins), *program]
+        command = [*self.launcher, *[TAKE_TURNS] * (by_turns and not self.joins), *program]
+        if (
+            by_turns and self.over_hosts and "mpirun" in command
+        ):  # others take the environment along
+            at = command.index("mpirun") + 1
+            command[at:at] = ["-x", RUN_MARK, "-x", SCHEDULER, *["-x", "PYTHONPATH"] * self.joins]
+        return command
 
     def shown(self) -> str:
         """The command for a reader, who may paste it."""
@@ -80,10 +79,18 @@ def commands_of(sides: Sequence[Side]) -> dict[str, str]:
     return commands
 
 
-def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any) -> Side:
+def side_of(run: Run, plan: Plan, folder: Path) -> Side:
     """A planned run as a side of the block that is written into `folder`, named as its
-    configuration is. Its training never comes to an epoch's end, nor to --max-steps (take_turns.py
-    sees to that). NoTurns where steps are not those of ranks that train a batch each."""
+    configuration is. NoTurns where steps are not those of ranks that train a batch each."""
+    own = {"steps": plan.steps or 0, "warm_up": plan.warm_up_steps}
+    if plan.side:
+        return script_side(run, **own)
+    return training_side(run, folder, plan.no_phases, **own)
+
+
+def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any) -> Side:
+    """A run of a trainer as a side. Its training never comes to an epoch's end, nor to --max-steps
+    (take_turns.py sees to that)."""
     configuration = run.configuration
     if configuration.servers or configuration.has_one_replica:
         raise NoTurns(f"not each rank of {configuration.name} trains a batch of its own")
@@ -103,19 +110,20 @@ def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any
     )
 
 
-def script_side(run: Run) -> Side:
+def script_side(run: Run, **others: Any) -> Side:
     """A script of a user's own as a side: the command as it was given, in this folder."""
     configuration = run.configuration
     return Side(
         name=configuration.name,
-        launcher=configuration.command,
-        program=(),
+        launcher=(),
+        program=configuration.command,
         ranks=0,
+        copies=configuration.copies,
         joins=True,
-        warm_up=SCRIPT_WARM_UP,
         environment=configuration.environment,
         directory=Path.cwd(),
         over_hosts=run.hosts is not None,
+        **others,
     )
 
 

@@ -296,8 +296,8 @@ class Client:
             return self.told_by_script()
         samples = session.progress.samples_seen
         phases = session.meter.clock.seconds(self.laps)
-        told = {
-            "images": samples - self.samples,
+        told = self.introduced() | {
+            "images": (samples - self.samples) / read_world().size,
             "samples": samples,
             "phases": {phase: seconds / self.steps for phase, seconds in phases.items()},
         }
@@ -309,12 +309,16 @@ class Client:
 
     def told_by_script(self) -> dict[str, Any]:
         """Return what a script of a user's own says of a turn; after the warm-up, what it is."""
-        told: dict[str, Any] = {"images": self.amount, "unit": self.unit}
-        if not self.is_warm:
-            self.is_warm, told["facts"] = True, facts(read_world())
-            if self.weights is not None:
-                told["weights"] = digest_of(self.weights())
+        is_first = not self.is_warm
+        told = self.introduced() | {"images": self.amount, "unit": self.unit}
+        if is_first and self.weights is not None:
+            told["weights"] = digest_of(self.weights())
         return told
+
+    def introduced(self) -> dict[str, Any]:
+        """Return what this runs on, after the warm-up alone."""
+        is_first, self.is_warm = not self.is_warm, True
+        return {"facts": facts(read_world())} if is_first else {}
 
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""

@@ -42,7 +42,7 @@ NO_FLAGS = ("block", "measure", "until_interval", "minutes", "null", "blocks", "
 def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan of the search: one configuration of each engine, one training, one number of
     workers. UserError where the flags ask for something else."""
-    options.rounds = options.rounds or TUNING_ROUNDS
+    options.tuning_rounds = options.tuning_rounds or TUNING_ROUNDS
     words = [*plan.trainer_arguments, *(w for case in plan.case.values() for w in case.flags)]
     known = [plan.known()[name] for name in plan.configurations]
     chosen: dict[str, str] = {}
@@ -56,7 +56,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
           for name in NO_FLAGS),
         (options.tune.exists(), f"--tune {options.tune}: is there already; name a new file, as in "
          "knobs.toml, or move that one away"),
-        (options.rounds < 3, f"--rounds {options.rounds}: give at least 3"),
+        (options.tuning_rounds < 3, f"--rounds {options.tuning_rounds}: give at least 3"),
         (max(plan.workers) < 2, "--workers 1: a single worker exchanges nothing; give at least 2"),
         (len(plan.cases) > 1, "--tune: the plan has several cases ("
          f"{', '.join(plan.cases)}), and a file of knobs is for one; name "
@@ -100,7 +100,7 @@ def search_lines(plan: Plan, rounds: int) -> list[str]:
 def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Search for each engine's knobs and write the file; return the exit code. `plan` is of
     `tuning_plan`."""
-    print("\n".join(search_lines(plan, options.rounds)))
+    print("\n".join(search_lines(plan, options.tuning_rounds)))
     parts = [
         commented(
             f"Knobs of the two engines, for the trainers' --knobs. Found {utc_now()[:10]} by",
@@ -111,7 +111,9 @@ def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str])
             "faster: make the file anew. Flags and variables of the environment win over it.",
         )
     ]
-    parts += [tune_engine(c, plan, folder / c.engine, options.rounds) for c in plan.members()]
+    parts += [
+        tune_engine(c, plan, folder / c.engine, options.tuning_rounds) for c in plan.members()
+    ]
     options.tune.parent.mkdir(parents=True, exist_ok=True)
     replace_file(options.tune, "\n\n".join(parts) + "\n")
     print(

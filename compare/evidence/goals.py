@@ -1,0 +1,87 @@
+"""What came of a plan's goals: the ratio of two sides' speeds, or a speed, against its goal."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import tabulate
+
+from compare.evidence.paired import Estimate
+from compare.evidence.records import Comparison
+from compare.evidence.turns import estimate
+
+REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
+# An interval that contains its goal decides, too, if it ends no more than this share below it: on
+# which side the truth lies could take hours to show, and would change no choice. Of a ratio it is
+# half the goal's distance from 1 where that is less: that distance is the cost that the goal
+# allows, or the gain that it asks for, and twice the cost or no gain is another answer. So a goal
+# of 1, which allows no cost, has no tolerance; speeds have no such 1.
+NEAR = 0.02
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A goal, and what was found."""
+
+    question: str
+    name: str  # first:second, or one side
+    least: float  # what is to be reached, as in the plan
+    found: Estimate
+    unit: str  # "" for a ratio
+
+    @property
+    def verdict(self) -> str:
+        """What the interval says of the goal."""
+        low, high = self.found.low, self.found.high
+        if low is None or high is None:
+            return OPEN
+        if low >= self.least:
+            return REACHED
+        if high < self.least:
+            return MISSED
+        allowed = math.inf if self.unit else abs(1 - self.least) / 2
+        return AT_GOAL if low >= self.least - min(NEAR * self.least, allowed) else OPEN
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The goal's line of a table."""
+        low, high, name = self.found.low, self.found.high, self.name.replace(":", " / ")
+        interval = "–" if low is None else f"{self.shown(low)} – {self.shown(high or 0.0)}"
+        least, found = f"≥ {self.shown(self.least)}", self.shown(self.found.ratio)
+        return (self.question, name, least, found, interval, str(self.found.blocks), self.verdict)
+
+    def shown(self, value: float) -> str:
+        """A figure with its unit."""
+        return f"{value:,.0f} {self.unit}" if self.unit else f"{value:.3f}"
+
+
+def goals_of(comparison: Comparison) -> list[Goal]:
+    """The goals of a comparison that has blocks to judge them by, at each case and number of
+    workers."""
+    question = comparison.plan.question or comparison.folder.name
+    found = []
+    for place in comparison.plan.groups():
+        for name, least in comparison.plan.goals.items():
+            first, _, second = name.partition(":")
+            powers = {first: 1, second: -1} if second else {first: 1}
+            if blocks := [b for b in comparison.blocks(*place) if powers.keys() <= {*b.order}]:
+                measured = estimate(blocks, powers, confidence=comparison.confidence)
+                unit = "" if second else f"{comparison.unit}/s"
+                found.append(Goal(question, name, least, measured, unit))
+    return found
+
+
+def goals_table(comparisons: Iterable[Comparison], markdown: bool = False) -> str:
+    """All goals as a table, a question's first line with the question; empty without any."""
+    rows, asked = list[tuple[str, ...]](), ""
+    for goal in (goal for one in comparisons for goal in goals_of(one)):
+        question, *others = goal.cells
+        rows.append(("" if question == asked else question, *others))
+        asked = question
+    headers = ("question", "sides", "goal", "found", "interval", "blocks", "verdict")
+    align = ("left", "left", "right", "right", "right", "right", "left")
+    form = "github" if markdown else "simple"
+    return tabulate.tabulate(
+        rows, headers, tablefmt=form, disable_numparse=True, colalign=align,
+        maxcolwidths=None if markdown else [40, *[None] * 6],
+    ) if rows else ""  # fmt: skip
