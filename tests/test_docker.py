@@ -126,7 +126,7 @@ def test_ssh_and_sshd_mean_the_same_port_and_keys() -> None:
     assert said(r"Port (\d+)", "ssh_config") == said(r"^Port (\d+)", "sshd_config")
 
 
-@pytest.mark.skipif(SSHD is None, reason="no sshd here")
+@pytest.mark.skipif(SSHD is None, reason="no sshd: bash tools/debian_packages.sh installs it")
 def test_sshd_understands_its_configuration() -> None:
     # Run by root, it would want a folder of the system's; in the image it is not run by root.
     nobody, is_root = 65534, os.geteuid() == 0
@@ -181,9 +181,9 @@ def test_compose_starts_the_two_nodes_of_the_readme() -> None:
         assert services[name].items() >= node.items()
         volumes = services[name]["volumes"]
         assert {"keys:/home/trainer/.ssh:ro", "runs:/workspace/runs"} <= set(volumes)
-    # The README's line, with two workers a node in place of four.
+    # The README's line, with two workers a node in place of eight.
     line = "horovodrun -np {} -H node0:{},node1:{} python horovod_train/train.py"
-    assert line.format(8, 4, 4) in (ROOT / "README.md").read_text()
+    assert line.format(16, 8, 8) in (ROOT / "README.md").read_text()
     assert line.format(4, 2, 2) in text
     assert line.format(4, 2, 2) in (ROOT / "docs" / "containers.md").read_text()
 

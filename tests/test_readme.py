@@ -12,9 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from making import a_world
 from torch.distributed.run import get_args_parser
 
-from recipe.settings.config import Config
+from recipe.settings.config import Config, parse_args
 
 ROOT = Path(__file__).parent.parent
 NAMES = ["README.md", "CONTRIBUTING.md", "hostfiles/README.md", "slurm/README.md"]
@@ -53,7 +54,7 @@ def test_every_named_file_exists() -> None:
             assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), (page, link)
         for name in re.findall(r"(?<!\S)`?((?:[a-z0-9]\w*/)+\w+\.(?:py|sbatch))\b", text):
             assert name.startswith("deploy/") or (ROOT / name).exists(), (page, name)
-    tree = re.search(r"## Where things are\n\n```\n(.*?)```", README, re.DOTALL)
+    tree = re.search(r"## Where things are\n\n```\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
     assert tree
     folder = ""
     for line in tree[1].splitlines():
@@ -66,7 +67,7 @@ def test_every_named_file_exists() -> None:
 
 def test_every_module_of_the_recipe_is_in_the_tree() -> None:
     for file in (ROOT / "recipe").glob("*.py"):
-        assert file.name == "__init__.py" or file.name in README, file.name
+        assert file.name == "__init__.py" or file.name in PAGES["CONTRIBUTING.md"], file.name
 
 
 class Asked(BaseException):
@@ -99,6 +100,7 @@ def test_every_flag_exists() -> None:
         "--gloo",
         "--nodes",
         "--ntasks-per-node",
+        "--gpus-per-node",
         "--fp16-allreduce",
         "--no-build-isolation",
         "--shm-size",
@@ -123,6 +125,13 @@ def test_every_flag_exists() -> None:
             assert flag in known, (page, flag)
 
 
+def test_every_named_test_exists() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for page, text in PAGES.items():
+        for name in re.findall(r"`(test_\w+)`", text):
+            assert f"def {name}(" in sources, (page, name)
+
+
 def test_every_torchrun_of_several_hosts_has_an_id() -> None:
     """Without one, two jobs that are started on the same hosts form one training."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
@@ -139,7 +148,18 @@ def test_every_torchrun_of_several_hosts_has_an_id() -> None:
 
 def test_every_page_is_linked() -> None:
     for page in PAGES:
-        assert page == "README.md" or f"({page})" in README, page
+        index, name = page.startswith("docs/"), page.removeprefix("docs/")
+        assert page in ("README.md", "docs/README.md") or (
+            f"({name})" in PAGES["docs/README.md" if index else "README.md"]
+        ), page
+    assert "(docs/README.md)" in README
+
+
+def test_ci_calls_the_commands_of_the_readme() -> None:
+    commands = re.findall(r"^(make \w+) +#", README, re.MULTILINE)
+    assert commands == ["make compare", "make test"]
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert all(f"phase {name.split()[1]} {name}" in lines for name in commands)
 
 
 def test_no_gpu_is_said_to_be_measured_before_one_is() -> None:
@@ -148,3 +168,57 @@ def test_no_gpu_is_said_to_be_measured_before_one_is() -> None:
     records = [*folder.rglob("environment.json"), *folder.rglob("runs.jsonl")]
     measured = any('"device":"cuda"' in one.read_text().replace(" ", "") for one in records)
     assert records and measured != ("No GPU has been measured" in README)
+
+
+# The flags of the scripts that docs/flags.md is about, as their parsers have them.
+OTHERS = {
+    "E": "-a -j -b -p -e --arch --workers --epochs --start-epoch --batch-size --lr --momentum "
+    "--weight-decay --wd --print-freq --resume --evaluate --pretrained --world-size --rank "
+    "--dist-url --dist-backend --seed --gpu --no-accel --multiprocessing-distributed --dummy",
+    "V": "-b -j --data-path --model --device --batch-size --epochs --workers --opt --lr --momentum "
+    "--wd --weight-decay --norm-weight-decay --bias-weight-decay --transformer-embedding-decay "
+    "--label-smoothing --mixup-alpha --cutmix-alpha --lr-scheduler --lr-warmup-epochs "
+    "--lr-warmup-method --lr-warmup-decay --lr-step-size --lr-gamma --lr-min --print-freq "
+    "--output-dir --resume --start-epoch --cache-dataset --sync-bn --test-only --auto-augment "
+    "--ra-magnitude --augmix-severity --random-erase --amp --world-size --dist-url --model-ema "
+    "--model-ema-steps --model-ema-decay --use-deterministic-algorithms --interpolation "
+    "--val-resize-size --val-crop-size --train-crop-size --clip-grad-norm --ra-sampler --ra-reps "
+    "--weights --backend --use-v2",
+    "H": "--train-dir --val-dir --log-dir --checkpoint-format --fp16-allreduce "
+    "--batches-per-allreduce --use-adasum --gradient-predivide-factor --batch-size "
+    "--val-batch-size --epochs --base-lr --warmup-epochs --momentum --wd --no-cuda --seed",
+    "A": "-a -j -b -p -e --arch --workers --epochs --start-epoch --batch-size --lr --momentum "
+    "--weight-decay --wd --print-freq --resume --evaluate --pretrained --local_rank --sync-bn "
+    "--opt-level --keep-batchnorm-fp32 --loss-scale --channels-last",
+}
+SHORT = {"-b": "--batch-size", "-j": "--workers"}
+FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGES["docs/flags.md"].splitlines()
+    if line.startswith("| ") and not line.startswith(("| | ", "| there"))
+]
+
+
+@pytest.mark.parametrize("script", OTHERS)
+def test_every_flag_of_other_scripts_has_a_row(script: str) -> None:
+    same = PAGES["docs/flags.md"].partition("## Flag by flag")[2].partition("| there")[0]
+    known = set(FLAG.findall(same))
+    for there, _, here, *_ in (row for row in ROWS if len(row) > 2 and script in row[1].split()):
+        known |= {*FLAG.findall(there), *FLAG.findall(here)}
+    known |= {SHORT.get(flag, flag) for flag in known}
+    assert set(OTHERS[script].split()) <= known
+
+
+LINES = dict.fromkeys(
+    re.findall(r"`([^`]+)`", " ".join(row[1 if len(row) == 2 else 2] for row in ROWS))
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_what_replaces_the_flags_of_other_scripts_is_parsed(line: str) -> None:
+    words = line.split()
+    if not {"--data", "--train-dir"} & {*words}:
+        words += ["--data", "DIR"]
+    engine = "horovod" if "--gradient-predivide-factor" in words else "ddp"
+    assert parse_args(engine, a_world(size=8), words).batch_size

@@ -27,6 +27,7 @@ class Host(namespaces.Host):
 def hosts(folder: Path, names: tuple[str, ...] = ("node0", "node1")) -> Iterator[list[Host]]:
     """Make the hosts, or skip, naming what is missing; remove all of it at the end."""
     if missing := namespaces.missing_tools():
-        pytest.skip(f"hosts in network namespaces need {', '.join(missing)}")
+        lacking = ", ".join(missing)
+        pytest.skip(f"namespaces need {lacking}: as root, after bash tools/debian_packages.sh")
     with namespaces.hosts(folder, names) as made:
         yield [Host(**vars(host)) for host in made]

@@ -97,7 +97,8 @@ class Slurm:
 def slurm(hosts: list[Host], folder: Path) -> Iterator[Slurm]:
     """Start Slurm on the hosts, and end it."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        pytest.skip(f"Slurm is missing: {', '.join(missing)}")
+        lacking = ", ".join(missing)
+        pytest.skip(f"Slurm lacks {lacking}: bash tools/debian_packages.sh installs it")
     for inner in ("state", *(f"spool-{host.name}" for host in hosts)):
         (folder / inner).mkdir(parents=True)
     folder.chmod(0o755)

@@ -28,7 +28,7 @@ SHORT = [
 @pytest.mark.parametrize(("name", "start"), SHORT)
 def test_a_training_survives(name: str, start: Start, tmp_path: Path) -> None:
     if lacks := lacking(name):
-        pytest.skip(f"needs {', '.join(lacks)}")
+        pytest.skip(f"needs {', '.join(lacks)}: as root, after bash tools/debian_packages.sh")
     seed = random.SystemRandom().randrange(10**6)
     result = attempt(name, start, 1, seed, tmp_path)
     assert not result.problem, f"--seed {seed}: {result}"
