@@ -5,7 +5,6 @@ of a table, else at the top of its column, else in its section. If the section l
 comparisons that asked the same, their common ratio may be quoted, too.
 """
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from faults import campaign
 
 from compare.evidence import packed
 from compare.evidence.allreduce_times import read_measurement
@@ -201,12 +199,3 @@ def test_the_ladders_figures_are_those_of_its_record() -> None:
     for speed, *others in rows:
         assert speed in speeds
         assert all(re.search(rf"\| +{cell} ", text) for cell in others), others
-
-
-def test_the_faults_table_is_that_of_its_record() -> None:
-    page = (ROOT / "docs/reliability.md").read_text()
-    record = json.loads((ROOT / "results" / linked(page)[0] / "campaign.json").read_text())
-    trials = [campaign.Result(**one) for one in record["trials"]]
-    # Versions of tabulate differ in the widths of columns.
-    table, shown = (re.sub("[ -]+", " ", text) for text in (campaign.markdown(trials), page))
-    assert table in shown and f"{len(trials)} trials" in page

@@ -553,7 +553,7 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table, as docs/reliability.md shows it."""
+    """The table that lies beside the record."""
     return tabulate(table(results), headers="keys", tablefmt="github")
 
 
