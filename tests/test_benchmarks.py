@@ -167,9 +167,177 @@ def test_a_side_may_have_no_phases(tmp_path: Path) -> None:
 
 def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:
     sides = [Side(name, ("python",), ("p.py",), 8) for name in ("x", "y", "x")]
-    with pytest.raises(MeasurementError, match=r"^two sides have one name, of x, y, x"):
-        run_block(sides, 1, tmp_path / "block-1", 1, "block 1")
-    assert not [*tmp_path.iterdir()]
+    for measure in (
+        lambda _: run_block(sides, 1, tmp_path / "block-1", 1, "block 1"),
+        lambda _: Measured([], sides),
+    ):
+        with pytest.raises(MeasurementError, match=r"^two sides have one name, of x, y, x"):
+            record.measure_and_keep("memory", measure, Options(tmp_path))
+        assert not [*tmp_path.iterdir()]
+
+
+BENCHES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("results/*/*-bench"))
+
+
+@pytest.mark.parametrize("folders", [*([one] for one in BENCHES), BENCHES], ids=len)
+def test_tables_are_what_the_command_makes_of_the_records(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one beside each record, with its notes; and the page's, of all records."""
+    monkeypatch.chdir(ROOT)
+    assert bench_run.main(["--table", *folders]) == 0
+    page = Path("docs/performance.md" if len(folders) > 1 else f"{folders[0]}/table.md").read_text()
+    made = [line for line in capsys.readouterr().out.splitlines() if line]
+    if len(folders) > 1:
+        made = [line for line in made if line[:2] != "- "]
+    # Versions of tabulate differ in the widths of columns.
+    table, shown = (re.sub("[ -]+", " ", text) for text in ("\n".join(made), page))
+    assert table in re.sub("\n+", "\n", shown)
+    assert page.count("| verdict") == 1
+
+
+# --------------------------------------------------------------------------------------- run.py
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Benchmarks that take no time; the names of those that were measured."""
+    names: list[str] = []
+
+    def measure_and_keep(name: str, _: object, options: Options) -> list[Row]:
+        names.append(name)
+        if name == "memory":
+            raise MeasurementError("no such luck")
+        number = next(entry.row for entry in bench_run.entries() if entry.name == name)
+        row = Row(number, name, 0.9, value=0.9)
+        if name == "wire_format":
+            row = Row(number, name, 0.97, needs="root")
+        options.out.mkdir(parents=True, exist_ok=True)
+        kept = {"rows": [{**vars(row), "verdict": row.verdict}]}
+        (options.out / f"{name}.json").write_text(json.dumps(kept))
+        return [row]
+
+    monkeypatch.setattr(bench_run, "measure_and_keep", measure_and_keep)
+    monkeypatch.setattr(bench_run, "gpu_name", lambda: None)
+    return names
+
+
+def test_what_has_its_record_is_not_measured_again(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--out", str(tmp_path), "--only", "6,7"]
+    for more, count in (([], 2), ([], 2), (["--again"], 4)):
+        assert bench_run.main([*command, *more]) == 0
+        assert len(measured) == count
+    assert measured == ["instrumentation", "checkpoints"] * 2
+    capsys.readouterr()
+    assert bench_run.main(["--table", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "instrumentation" in shown and "needs a GPU" in shown
+
+
+def test_of_several_records_the_newest_of_a_row_is_shown(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = folders = [str(tmp_path / f"2026-01-0{day}-bench") for day in (1, 2)]
+    for folder, only in zip(folders, ("6,7", "7"), strict=True):
+        assert bench_run.main(["--out", folder, "--only", only]) == 0
+    capsys.readouterr()
+    assert bench_run.main(["--table", new, old]) == 0  # in any order
+    shown = capsys.readouterr().out
+    assert f"Recorded: rows 6 of {old}; rows 7 of {new}" in shown
+    assert shown.count("| checkpoints ") == 1
+
+
+def test_a_record_is_kept(measured: list[str], tmp_path: Path) -> None:
+    out, results = tmp_path / "out", tmp_path / "results"
+    assert bench_run.main(["--out", str(out), "--only", "6"]) == 0
+    block = out / "blocks/instrumentation/1"
+    (block / "on/0/run").mkdir(parents=True)
+    for path in (block / "block.json", block / "on/0/run/metrics.jsonl"):
+        path.write_text("{}")
+    words = ["--machine", "m", "--question", "bench", "--results", str(results)]
+    assert keep.main([str(out), *words]) == 0
+    (kept,) = (results / "m").iterdir()
+    assert kept.name.endswith("-bench") and "verdict" in (kept / "table.md").read_text()
+    assert {path.name for path in kept.iterdir()} == {"bench.json", "table.md", packed.PACKED}
+    assert packed.exists(kept / "blocks/instrumentation/1/block.json")
+    assert "metrics.jsonl" not in (kept / packed.PACKED).read_text()
+    assert bench_run.main(["--table", str(kept)]) == 0  # the rows are read from there
+
+
+def test_what_needed_something_or_failed_is_measured_again_beside_the_others(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert bench_run.main(["--out", str(tmp_path), "--only", "10,14,13"]) == 1
+        shown = capsys.readouterr()
+        assert "needs root" in shown.out and "needs mending" in shown.out
+        assert "no such luck" in shown.err
+    assert measured == ["wire_format", "start_time", "memory", "wire_format", "memory"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["--gpu"], "--gpu: torch finds no GPU here"),
+        (["--only", "12"], "--only 12: there is no row 12 without --gpu; take of 1, 2"),
+        (["--blocks", "0"], "--blocks 0: must be at least 1"),
+        (["--table", "nowhere"], "--table nowhere: holds no record of a benchmark"),
+    ],
+)
+def test_what_a_user_got_wrong_is_one_message(
+    measured: list[str], command: list[str], message: str, refusal: Callable[..., str]
+) -> None:
+    assert refusal(bench_run.main, command).startswith(f"benchmarks/run.py: {message}")
+    assert not measured
+
+
+def test_the_page_has_all_rows() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for entry in bench_run.entries():
+        assert re.search(rf"\n\| +{entry.row} \| ", page), entry.name
+
+
+# --------------------------------------------------------------------------------- what is started
+
+
+def test_commands() -> None:
+    work = "--arch resnet18 --train-crop-size 96 --batch-size 8 --threads 1"
+
+    def made(contender: Contender, gpu: bool = False) -> Side:
+        return make_side("x", contender, work, Options(Path("/o"), gpu=gpu))
+
+    ddp = made(Contender(workers=2))
+    assert (ddp.images_per_step, ddp.ranks) == (16, 2)
+    pair = made(Contender("horovod-mpi", copies=2, environment={"A": "1"}))
+    for side, begin, part in (
+        (
+            ddp,
+            "torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 ddp_train/train.py",
+            "",
+        ),
+        (made(Contender("ddp-mpi", workers=2)), "mpirun -np 2 ", "--transport mpi"),
+        (pair, "A=1 python horovod_train/train.py", "# 2 of them at once"),
+    ):
+        assert side.shown().startswith(begin) and part in side.shown()
+    command = pair.command(Path("/f"), by_turns=True)
+    assert command[:3] == ["python", TAKE_TURNS, "horovod_train/train.py"]
+    assert command[command.index("--log-dir") + 1] == "/f"
+    kept = made(Contender(wrapper="w.py", flags="--checkpoint-steps {steps}", steps=7))
+    assert kept.program[0] == "w.py" and kept.program[-2:] == ("--checkpoint-steps", "7")
+    assert made(Contender(workers=2, gpu_steps=9), gpu=True).steps == 9
+
+
+def test_every_goal_is_of_sides_that_are_declared(tmp_path: Path) -> None:
+    for benchmark in by_turns.read_goals():
+        assert benchmark.work or benchmark.gpu, benchmark.name
+        for pair in benchmark.pair.values():
+            assert {*pair.sides} <= benchmark.side.keys() and 1 <= len(pair.sides) <= 2
+    wrong = tmp_path / "goals.toml"
+    wrong.write_text(by_turns.GOALS.read_text().replace("goal = 0.985", 'goal = "high"', 1))
+    with pytest.raises(MeasurementError, match=r"Expected `float \| null`, got `str`"):
+        by_turns.read_goals(wrong)
 
 
 def test_a_trainer_without_instruments_takes_turns() -> None:

@@ -126,7 +126,10 @@ def test_ssh_and_sshd_mean_the_same_port_and_keys() -> None:
     assert said(r"Port (\d+)", "ssh_config") == said(r"^Port (\d+)", "sshd_config")
 
 
-@pytest.mark.skipif(SSHD is None, reason="no sshd: bash tools/debian_packages.sh installs it")
+@pytest.mark.skipif(
+    SSHD is None or shutil.which("ssh-keygen") is None,
+    reason="no sshd or ssh-keygen: bash tools/debian_packages.sh installs them",
+)
 def test_sshd_understands_its_configuration() -> None:
     # Run by root, it would want a folder of the system's; in the image it is not run by root.
     nobody, is_root = 65534, os.geteuid() == 0
