@@ -48,10 +48,18 @@ def test_every_make_target_exists() -> None:
         assert set(named) <= set(targets), page
 
 
+def anchors(path: Path) -> list[str]:
+    """What GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
+
+
 def test_every_named_file_exists() -> None:
     for page, text in PAGES.items():
-        for link in re.findall(r"\]\(([^)#]+)", text):
-            assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), (page, link)
+        for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?", text):
+            path = (ROOT / page).parent.joinpath(link) if link else ROOT / page
+            assert "://" in link or path.exists(), (page, link)
+            assert not anchor or anchor in anchors(path), (page, link, anchor)
         for name in re.findall(r"(?<!\S)`?((?:[a-z0-9]\w*/)+\w+\.(?:py|sbatch))\b", text):
             assert name.startswith("deploy/") or (ROOT / name).exists(), (page, name)
     tree = re.search(r"## Where things are\n\n```\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
