@@ -17,6 +17,7 @@ from compare.evidence import packed
 from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
+from compare.evidence.words import interval_text, ratio_text
 from compare.page.findings import Report, SideBySide
 from compare.page.text import as_text
 
@@ -198,3 +199,10 @@ def test_the_ladders_figures_are_those_of_its_record() -> None:
     for speed, *others in rows:
         assert speed in speeds
         assert all(re.search(rf"\| +{cell} ", text) for cell in others), others
+
+
+def test_the_picture_of_the_readme_is_of_its_record() -> None:
+    picture = (ROOT / "docs/verdict.svg").read_text()
+    for verdict in report_of("xeon-amx-2-cores/2026-11-25-stock-1").verdicts:
+        assert verdict.speed
+        assert f"{ratio_text(verdict.speed)}, {interval_text(verdict.speed)}" in picture

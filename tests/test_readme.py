@@ -1,8 +1,11 @@
 """README and docs promise only what is there: commands, flags, files."""
 
 import argparse
+import contextlib
 import functools
+import importlib
 import io
+import operator
 import re
 import runpy
 import subprocess
@@ -12,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from making import a_world
 from torch.distributed.run import get_args_parser
 
@@ -138,6 +142,17 @@ def test_every_named_test_exists() -> None:
     for page, text in PAGES.items():
         for name in re.findall(r"`(test_\w+)`", text):
             assert f"def {name}(" in sources, (page, name)
+
+
+def test_the_calls_of_either_engine_exist() -> None:
+    """Those that docs/migrating.md puts beside each other."""
+    page = PAGES["docs/migrating.md"]
+    known = {"dist": torch.distributed, "nn": torch.nn}
+    with contextlib.suppress(ImportError):
+        known["hvd"] = importlib.import_module("horovod.torch")
+    for module, names in re.findall(r"\b(hvd|dist|nn)\.([A-Za-z_.]\w[\w.]*)", page):
+        if module in known:
+            assert operator.attrgetter(names.rstrip("."))(known[module]), names
 
 
 def test_every_torchrun_of_several_hosts_has_an_id() -> None:
