@@ -222,11 +222,12 @@ def test_the_process_really_ends() -> None:
     """Without exit handlers, which in MPI and Horovod wait for the other ranks, and flushed."""
     code = (
         "import atexit, threading, time; from recipe.errors import UserError, one_message\n"
-        "from recipe.world import World\n"
+        "from recipe.command import prepare_output; from recipe.world import World\n"
+        "prepare_output()\n"  # what all commands begin with: a line is written at once
         "atexit.register(print, 'exit handler'); threading.Thread(target=time.sleep, args=[60])"
         ".start()\n"
-        "print('output', end='')\n"
+        "print('output')\n"
         "with one_message(World(0, 1, 0, 1, 'none', 'here')): raise UserError('sorry')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "output", "error: sorry\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "output\n", "error: sorry\n")
