@@ -20,6 +20,7 @@ from making import a_world
 from torch.distributed.run import get_args_parser
 
 from recipe.settings.config import Config, parse_args
+from recipe.settings.presets import PRESETS, preset
 
 ROOT = Path(__file__).parent.parent
 NAMES = ["README.md", "CONTRIBUTING.md", "hostfiles/README.md", "slurm/README.md"]
@@ -245,3 +246,22 @@ def test_what_replaces_the_flags_of_other_scripts_is_parsed(line: str) -> None:
         words += ["--data", "DIR"]
     engine = "horovod" if "--gradient-predivide-factor" in words else "ddp"
     assert parse_args(engine, a_world(size=8), words).batch_size
+
+
+def test_the_start_lines_train_at_the_rate_that_is_said() -> None:
+    (flags,) = re.findall(r'^FLAGS="(.*)"', README, re.MULTILINE)
+    config = parse_args("ddp", a_world(size=16), flags.split())
+    assert f"here {config.base_lr * 16:g}." in README
+
+
+def test_the_table_of_presets_has_all_with_their_epochs() -> None:
+    rows = re.findall(r"^\| (`.*?) \| ([\d, ]+) \|", README, re.MULTILINE)
+    told = {
+        name: epochs[-1 if len(epochs) == 1 else index]
+        for names, cell in rows
+        if (epochs := [int(one) for one in cell.split(", ")])
+        for index, name in enumerate(re.findall(r"`([\w-]+)`", names))
+        if name in PRESETS
+    }
+    imagenet = [name for name in PRESETS if not name.startswith("digits")]
+    assert told == {name: preset(name).epochs for name in imagenet}
