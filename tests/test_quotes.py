@@ -169,26 +169,6 @@ def test_other_quoted_figures_are_those_of_the_records() -> None:
     assert deviations and times
 
 
-def test_figures_in_prose_are_those_of_the_records() -> None:
-    """A correlation, how close nulls are said to be, and the widest intervals of squares."""
-    page = " ".join((ROOT / "docs/results.md").read_text().split())
-
-    def speeds(folder: str) -> list[Estimate]:
-        return [one.speed for one in report_of(folder).verdicts if one.speed]
-
-    lags = [one.serial_correlation()[0] for one in speeds("xeon-amx-2-cores/2026-11-25-square-2")]
-    assert f"lag-1 correlation {max(lags):.2f}" in page
-    nulls = [speeds(f"xeon-amx-2-cores/2026-11-25-null-test-{n}")[:2] for n in (1, 2)]
-    bounds = [100 * one.bound for own in nulls for one in own]
-    assert f"(within {min(bounds):.1f} to {max(bounds):.1f} %)" in page
-    assert f"{100 * (nulls[1][1].ratio / nulls[0][1].ratio - 1):.1f} % apart" in page
-    names = ("square-short-turns", "square-short-turns-again", "square-third-by-short-turns",
-             "square-fourth-by-short-turns")  # fmt: skip
-    of_squares = [speeds(f"xeon-2-cores/2026-11-23-{name}")[:4] for name in names]
-    widest = [100 * max(one.relative_half_width for one in own) for own in of_squares]
-    assert "±{:.1f}, ±{:.1f}, ±{:.1f} and ±{:.1f} %".format(*widest) in page
-
-
 def test_the_ladders_figures_are_those_of_its_record() -> None:
     """Images/s, memory and network of each rung."""
     page = (ROOT / "docs/ladder.md").read_text()
