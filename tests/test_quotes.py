@@ -5,6 +5,7 @@ of a table, else at the top of its column, else in its section. If the section l
 comparisons that asked the same, their common ratio may be quoted, too.
 """
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
