@@ -48,6 +48,7 @@ def test_every_form_of_a_hostfile(text: str, tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("node1 slots=4\nnode2 slots=x", "'node2:x' does not say one host"),
+        ("-F/home/me/ssh_config slots=2", "'-F/home/me/ssh_config:2' does not say one host"),
         ("node1 slots=0", "node1:0"),
         ("node1", "'node1'"),
         ("node1 slots=2 max_slots=4", "max_slots"),
@@ -201,7 +202,7 @@ def test_mpirun_never_asks_for_a_password(monkeypatch: pytest.MonkeyPatch) -> No
     assert set_variables()[name] == ours
     monkeypatch.setenv(name, "-p 2222")
     assert set_variables()[name] == ssh_flags() == f"-p 2222 {ours}"
-    assert ssh_words("a", "true") == ["ssh", "-p", "2222", *ours.split(), "a", "true"]
+    assert ssh_words("a", "true") == ["ssh", "-p", "2222", *ours.split(), "--", "a", "true"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ NEVER_ASKING = "-o BatchMode=yes -o ConnectTimeout=10"
 # Where one of these is set, mpirun starts its daemons without ssh: by Slurm, PBS or LSF, or by an
 # agent that the user names, who then knows how hosts are reached.
 WITHOUT_SSH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_plm_rsh_agent")
+# What ssh and launchers take for a name, and never for an option, such as -F or -oProxyCommand, by
+# which a hostfile could run a program.
+HOST_NAME = r"[A-Za-z0-9_][\w.@-]*"
 LOGIN_SECONDS = 30  # ConnectTimeout does not limit a login that hangs
 SLURM = "slurm"  # in place of hosts: those of the allocation that run.py was started in
 
@@ -35,7 +38,7 @@ def read_hosts(text: str, source: str = "--hosts") -> dict[str, int]:
     """Return the slots of each host of `a:2,b:2`; raises UserError, which names the source."""
     hosts: dict[str, int] = {}
     for part in map(str.strip, text.split(",")):
-        found = re.fullmatch(r"([^\s:=]+):([1-9]\d*)", part)
+        found = re.fullmatch(rf"({HOST_NAME}):([1-9]\d*)", part)
         if found is None or found[1] in hosts:
             raise UserError(
                 f"{source} {text}: {part or 'nothing'!r} does not say one host and how many "
@@ -135,7 +138,7 @@ def ssh_flags() -> str:
 
 def ssh_words(host: str, command: str) -> list[str]:
     """Return what runs a command, in a shell's words, on another host."""
-    return ["ssh", *shlex.split(ssh_flags()), host, command]
+    return ["ssh", *shlex.split(ssh_flags()), "--", host, command]
 
 
 def check_logins(workers: int, hosts: str | None, launchers: Collection[str]) -> None:
