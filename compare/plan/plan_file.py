@@ -34,13 +34,8 @@ else:
 
 T = TypeVar("T")
 PLANS = ROOT / "compare/plans"
-KEYS_OF_PARTS = (
-    "base",
-    "flags",
-    "environment",
-    "command",
-    "copies",
-)  # of a configuration, case or side
+# Of a configuration, case or side.
+KEYS_OF_PARTS = ("base", "flags", "environment", "command", "copies")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # In strong scaling, flags that the plan sets itself.
 OF_GLOBAL_BATCH = {
