@@ -30,7 +30,7 @@ from compare.evidence.rows import (
     training_rows,
 )
 from compare.evidence.verdicts import judge
-from compare.evidence.words import label_of
+from compare.evidence.words import labels_of
 from compare.page.findings import MISSING, Report, notices
 from compare.page.html import render_page
 from compare.page.plots import plot_phases
@@ -314,17 +314,23 @@ def test_tuned_is_judged_against_the_defaults_where_the_plan_says_so(tmp_path):
 
 def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
     twin = Configuration("ddp-twin", "ddp", "torchrun")
+    stock = Configuration(
+        "horovod-stock", "horovod", "horovodrun", "mpi", flags=("--no-sleeping-poll",),
+        environment={"OMPI_MCA_mpi_yield_when_idle": "0"},
+    )  # fmt: skip
     labels = {
-        "ddp-torchrun": "DDP (torchrun, Gloo)",
-        "ddp-twin": "DDP (torchrun, Gloo) as ddp-twin",
-        "ddp-fp16": "DDP (torchrun, Gloo) with --fp16-allreduce",
-        "ddp-tuned": "DDP (torchrun, Gloo) with --knobs knobs.toml",
-        "horovod-tuned": "Horovod (horovodrun, MPI) with HOROVOD_CYCLE_TIME=1",
+        "ddp-torchrun": "DDP over Gloo by torchrun",
+        "ddp-mpirun": "DDP over Gloo by mpirun",
+        "ddp-twin": "DDP over Gloo by torchrun as ddp-twin",
+        "ddp-fp16": "DDP over Gloo with --fp16-allreduce",
+        "ddp-tuned": "DDP over Gloo with --knobs knobs.toml",
+        "horovod-tuned": "Horovod over MPI with HOROVOD_CYCLE_TIME=1",
+        "horovod-stock": "stock Horovod over MPI",
     }
-    defined = (twin, DDP_FP16, DDP_TUNED, HOROVOD_TUNED)
+    defined = (twin, DDP_FP16, DDP_TUNED, HOROVOD_TUNED, stock)
     comparison = compare(tmp_path, configurations=tuple(labels), defined=defined, blocks=1)
     tune_runs(comparison, "ddp-tuned")
-    assert {name: label_of(comparison, name) for name in labels} == labels
+    assert labels_of(comparison) == labels
 
 
 # ------------------------------------------------------------------------- the null test
@@ -344,24 +350,24 @@ def set_speeds(comparison: Comparison, pairs: list[tuple[float, float]], case: s
     [
         (
             [(100.0, 101.0), (103.0, 100.0), (99.0, 100.0)],
-            "At 2 workers no difference was shown between DDP (torchrun, Gloo) and itself, as it "
-            "should be: it differs from itself by at most 6.2 %, speed ratio 1.003, 95 % interval "
-            "0.948 to 1.062, 3 blocks.",
+            "At 2 workers no difference was shown between DDP over Gloo and itself, as it "
+            "should be: it differs from itself by at most 6.2 % (speed ratio 1.003, 95 % interval "
+            "0.948 to 1.062, 3 blocks).",
         ),
         (
             [(105.0, 100.0), (104.9, 100.0), (105.1, 100.0)],
-            "At 2 workers a difference was shown between DDP (torchrun, Gloo) and itself: speed "
-            "ratio 1.050, 95 % interval 1.048 to 1.052, 3 blocks. This machine or this plan is not "
-            "fit to tell differences of 5 % (",
+            "At 2 workers a difference was shown between DDP over Gloo and itself (speed "
+            "ratio 1.050, 95 % interval 1.048 to 1.052, 3 blocks). This machine or this plan is "
+            "not fit to tell differences of 5 % (",
         ),
         (  # any difference, be it within the margin
             [(101.0, 100.0), (101.1, 100.0), (100.9, 100.0)],
-            "At 2 workers a difference was shown between DDP (torchrun, Gloo) and itself",
+            "At 2 workers a difference was shown between DDP over Gloo and itself",
         ),
         (
             [(100.5, 100.0), (100.0, 100.5), (100.1, 100.0)],
-            "At 2 workers no difference was shown between DDP (torchrun, Gloo) and itself, as it "
-            "should be: equal within 1.3 %, ",
+            "At 2 workers no difference was shown between DDP over Gloo and itself, as it "
+            "should be: equal within 1.3 % (",
         ),
     ],
 )
@@ -370,22 +376,22 @@ def test_a_null_test_says_whether_all_is_well(tmp_path, speeds, words):
     set_speeds(comparison, speeds)
     [verdict] = judge(comparison)
     assert (verdict.first, verdict.second) == ("ddp-torchrun", "ddp-torchrun-again")
-    assert verdict.second_label == "DDP (torchrun, Gloo), again"
+    assert verdict.second_label == "DDP over Gloo, again"
     assert verdict.sentence().startswith(words)
     assert explained(comparison) == []
 
 
-DELAYED = "DDP (torchrun, Gloo) / the same with the delay "
+DELAYED = "in DDP over Gloo (speed ratio "
 
 
 @pytest.mark.parametrize(
     ("speed", "noise", "blocks", "decision", "words"),
     [
-        (103.0, 0.001, 6, "faster", f"a delay of 3 % was found: {DELAYED}1.029, "),
-        (101.0, 0.001, 6, "undecided", f"a delay of 3 % was not found: {DELAYED}1.009, "),
-        (106.0, 0.001, 6, "undecided", f"a delay of 3 % was not found: {DELAYED}1.059, "),
-        (103.0, 0.05, 6, "undecided", f"a delay of 3 % was not found: {DELAYED}1.0"),
-        (103.0, 0.001, 7, "undecided", "nothing is decided between DDP (torchrun, Gloo) and"),
+        (103.0, 0.001, 6, "faster", f"a delay of 3 % was found {DELAYED}1.029, "),
+        (101.0, 0.001, 6, "undecided", f"a delay of 3 % was not found {DELAYED}1.009, "),
+        (106.0, 0.001, 6, "undecided", f"a delay of 3 % was not found {DELAYED}1.059, "),
+        (103.0, 0.05, 6, "undecided", f"a delay of 3 % was not found {DELAYED}1.0"),
+        (103.0, 0.001, 7, "undecided", "nothing is decided between DDP over Gloo and"),
     ],
 )
 def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision, words):
@@ -400,10 +406,10 @@ def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision,
     comparison = load_comparison(folder)
     null, control = judge(comparison)
     assert (control.first, control.second) == names[::2]
-    assert control.second_label == "DDP (torchrun, Gloo) with COMPARE_DELAY=0.03"
+    assert control.second_label == "DDP over Gloo with COMPARE_DELAY=0.03"
     assert (control.decision, null.family) == (decision, 1)
     assert null.decision in ("equal", "undecided")
-    assert control.finding().startswith(words)
+    assert control.sentence().startswith(f"At 2 workers {words}")
 
 
 # ------------------------------------------------------------------------- cases

@@ -17,9 +17,9 @@ from records import a_plan, edit
 from test_compare_records import edit_fingerprint, make_comparison, make_square
 
 from compare import report
+from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
 from compare.evidence.rows import load_references, training_rows
-from compare.evidence.verdicts import judge
 from compare.page.findings import Report
 from compare.page.html import render_page
 from compare.page.plots import all_plots
@@ -75,7 +75,9 @@ def test_a_fingerprint_field_that_one_engine_lacks_forbids_the_verdict(folder, c
 
 
 def test_unequal_weights_are_told_with_the_largest_gap_of_the_losses(folder, capsys):
-    assert "Final weights bit-equal in 3 of 3 blocks." in report_text(folder, capsys)
+    text = report_text(folder, capsys)
+    assert text.count("bit-equal") == 1
+    assert "Whole trainings ended with bit-equal weights (3 blocks)." in text
     run = folder / "block-2/horovod-mpi-2"
     edit(run / "summary.json", weights_sha256="f" * 64)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -83,7 +85,7 @@ def test_unequal_weights_are_told_with_the_largest_gap_of_the_losses(folder, cap
     changed["loss"] += 0.25
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = report_text(folder, capsys)
-    for words in ("bit-equal in only 2 of 3 blocks", "2 of 3 equal",
+    for words in ("bit-equal in only 2 of 3 blocks", "2 of 3 equal", "of 1 of 2 pairs ended",
                   "differ by at most 0.25 (step 17 of 72, block 2)"):  # fmt: skip
         assert words in text
 
@@ -93,7 +95,7 @@ def test_failed_and_missing_runs_are_said(folder, capsys):
         (folder / "block-3/horovod-mpi-1" / file).unlink()
     (folder / "block-2/horovod-mpi-2.failed-1").mkdir()
     text = report_text(folder, capsys)
-    for words in ("block-3/horovod-mpi-1: not run", "2 of 3", "too few for an interval",
+    for words in ("block-3/horovod-mpi-1: not run", "2 of 3", "an interval needs 3 blocks",
                   "horovod-mpi-2.failed-1: failed, and was run again"):  # fmt: skip
         assert words in text
 
@@ -226,7 +228,7 @@ def test_markdown_fits_into_an_issue(folder, capsys):
     assert len(tables) == 4
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
-    for words in ("- At 1 worker DDP (torchrun, Gloo) trained", "a\\|b \\<i>c\\</i> \\*d\\*",
+    for words in ("- At 1 worker DDP over Gloo trained", "a\\|b \\<i>c\\</i> \\*d\\*",
                   "What this does not show", "GPUs."):  # fmt: skip
         assert words in text
 
@@ -332,8 +334,9 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
     )
     assert re.search(r"ddp-torchrun +2 +\d+ \(\d+–\d+\) .* 6\n", text)
     assert re.search(r"DDP / Horovod( +\d\.\d{3} \(\d\.\d{3}–\d\.\d{3}\)){3}", text)
-    assert text.splitlines()[-1] == "At 2 workers, not beaten: DDP over MPI."
-    assert are_in_order(page, "not beaten: DDP over MPI", "Engine and transport", "What was equal")
+    headline = text.splitlines()[-1]
+    assert re.fullmatch(r"Over the same .+, Gloo, DDP trained 1.\d+ .+ as Horovod\.", headline)
+    assert are_in_order(page, headline, "Engine and transport", "What was equal")
     assert "Speed over the experiment" in page and "by turns" in page
     lines = csv_lines(square, capsys)
     turns = [line for line in lines if line["measured_by"] == "turn"]
@@ -343,30 +346,34 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
 
 
 @pytest.mark.parametrize(
-    ("decisions", "words"),
+    ("fields", "words"),
     [
-        (("faster",), ["At 2 workers, not beaten: a."]),
-        (("slower",), ["At 2 workers, not beaten: b."]),
-        (("equal",), []),
-        (("undecided",), []),
-        (("faster", "undecided"), ["At 2 workers, not beaten: a or c."]),
-        (("faster", "slower"), ["At 2 workers, not beaten: a or c."]),
-        (("undecided", "faster"), ["At 2 workers, not beaten: a or b."]),
-        (("faster", "faster", "slower"), ["At 2 workers, not beaten: none."]),
+        ({}, "Over the same transport, MPI, A trained 1.25 times as fast as B."),
+        ({"decision": "slower", "second_label": "B over Gloo", "ratio": 0.8},
+         "B over Gloo trained 1.25 times as fast as A over MPI."),
+        ({"decision": "equal"}, "Over the same transport, MPI, A and B are equally fast within 57 "
+         "%."),
+        ({"decision": "undecided", "first_label": "B over Gloo"}, "Nothing is decided between B "
+         "over Gloo and B over MPI: they differ by at most 57 % either way."),
+        ({"is_finished": False}, "Over the same transport, MPI, nothing is decided between A and B "
+         "yet."),
+        ({"is_null_test": True, "decision": "faster", "second_label": "A over MPI, again"},
+         "A difference was shown between A over MPI and itself."),
+        ({"speed": None, "second_label": "my own"}, "No verdict on A over MPI and my own: no block "
+         "was completed by both."),
     ],
-)
-def test_what_was_not_beaten_is_listed(folder, decisions, words):
-    """Of a against b, b against c, and a against c."""
-    whole = judge(load_comparison(folder))[1]
-    report = Report(load_comparison(folder))
-    report.verdicts = [
-        replace(
-            whole, first=first, second=second, first_label=first, second_label=second,
-            decision=decision,
-        )
-        for (first, second), decision in zip(("ab", "bc", "ac"), decisions, strict=False)
-    ]  # fmt: skip
-    assert report.not_beaten == words
+)  # fmt: skip
+def test_the_headline_is_the_first_verdict_in_a_plain_sentence(folder, fields, words):
+    made_up = Report(load_comparison(folder))
+    ratio = fields.pop("ratio", 1.25)
+    speed = Estimate(ratio, ratio * 0.8, ratio * 1.25, (ratio,) * 3, 0.05, 2)
+    own = {"first_label": "A over MPI", "second_label": "B over MPI", "decision": "faster"}
+    first, second = made_up.verdicts
+    other = replace(second, second="another pair's")
+    made_up.verdicts = [replace(first, **{**own, "speed": speed, **fields}), other]
+    assert made_up.headline == [words]
+    made_up.verdicts = [first, second]  # at one worker and at two
+    assert [line[:11] for line in made_up.headline] == ["At 1 worker", "At 2 worker"]
 
 
 CASES = a_plan(

@@ -1,6 +1,7 @@
 """Verdicts: which of two configurations is faster, within a case and a number of workers."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -14,41 +15,41 @@ from compare.evidence.words import (
     bound_text,
     count,
     interval_text,
-    label_of,
+    labels_of,
     percent_text,
     place_text,
     ratio_text,
 )
 
 DIFFERENT = ("faster", "slower")
-FASTER = "{first} {times} {second}, {figures}"
-UNFINISHED = "nothing is decided between {first} and {second} yet ({ratio}, {figures} so far)"
-BETWEEN_TWO = {
-    "faster": FASTER,
-    "slower": FASTER,
-    "equal": "{first} and {second} are equal within {bound}: {ratio}, {figures}",
-    "undecided": "not decided between {first} and {second}: the difference is at most {bound} "
-    "either way ({ratio}, {figures}){more}",
+TIMES_AS_FAST = "times as fast as"
+CLAIMS = {
+    "faster": f"{{first}} trained {{ratio}} {TIMES_AS_FAST} {{second}}",
+    "slower": f"{{second}} trained {{inverse}} {TIMES_AS_FAST} {{first}}",
+    "equal": "{first} and {second} are equally fast within {bound}",
+    "undecided": "nothing is decided between {first} and {second}: they differ by at most {bound} "
+    "either way",
+}
+OF_ITSELF = {
+    "faster": "a difference was shown between {first} and itself",
+    "slower": "a difference was shown between {first} and itself",
+    "equal": "no difference was shown between {first} and itself, as it should be: equal within "
+    "{bound}",
+    "undecided": "no difference was shown between {first} and itself, as it should be: it differs "
+    "from itself by at most {bound}",
+}
+WITH_DELAY = {
+    "faster": "a delay of {delay} was found in {first}",
+    "undecided": "a delay of {delay} was not found in {first}",
 }
 UNFIT = (
-    "a difference was shown between {first} and itself: {ratio}, {figures}. This machine or this "
-    "plan is not fit to tell differences of {difference} (by chance alone this comes about in one "
-    "null test of twenty: run it again)"
+    ". This machine or this plan is not fit to tell differences of {difference} (by chance alone "
+    "this comes about in one null test of twenty: run it again)"
 )
-FIT = "no difference was shown between {first} and itself, as it should be: "
-WITH_ITSELF = {
-    "faster": UNFIT,
-    "slower": UNFIT,
-    "equal": f"{FIT}equal within {{bound}}, {{ratio}}, {{figures}}",
-    "undecided": f"{FIT}it differs from itself by at most {{bound}}, {{ratio}}, {{figures}}",
-}
-DELAYED = "{first} / the same with the delay {number}, {figures}"
-WITH_DELAY = {
-    "faster": f"a delay of {{delay}} was found: {DELAYED}",
-    "undecided": f"a delay of {{delay}} was not found: {DELAYED}. This interval should contain the "
-    "delay and not 1; by chance alone it does not in one null test of twenty, and oftener where it "
-    "is wide: run it again, or longer",
-}
+NOT_FOUND = (
+    ". This interval should contain the delay and not 1; by chance alone it does not in one null "
+    "test of twenty, and oftener where it is wide: run it again, or longer"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,43 +86,89 @@ class Verdict:
         confidence = 1 - (1 - self.speed.confidence) / self.family
         return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
 
-    def sentence(self) -> str:
-        """Say the verdict, or why there is none."""
+    @property
+    def place(self) -> str:
+        """Where it was measured, as the beginning of a sentence."""
         place = place_text(self.case, self.workers)
-        place = f"{place}: " if self.case else f"At {place} " if self.workers else ""
-        text = f"{place}{self.finding()}."
-        is_name = text.startswith(self.first_label)  # of a user's own, written as it is
-        return text if place or is_name else text[0].upper() + text[1:]
+        return f"{place}: " if self.case else f"At {place} " if self.workers else ""
 
-    def finding(self) -> str:
-        """Return the sentence without its place."""
-        speed, both = self.speed, f"{self.first_label} and {self.second_label}"
+    @property
+    def of(self) -> str:
+        """What the ratio is of; a transport that both have is said once."""
+        (first, _, over), (second, _, other) = (
+            label.partition(" over ") for label in (self.first_label, self.second_label)
+        )
+        same = over == other != "" and first != second
+        return (
+            f"{first} / {second} over {over}"
+            if same
+            else (f"{self.first_label} / {self.second_label}")
+        )
+
+    def headline(self, is_placed: bool) -> str:
+        """Say the verdict in one plain sentence, without figures."""
+        pair = re.fullmatch(r"(.+) / (.+) over (\S+)", self.of)
+        if pair is None or " over " in pair[1]:
+            return self.said(self.claim(self.first_label, self.second_label), is_placed)
+        claim = self.claim(pair[1], pair[2])
+        return self.said(f"over the same transport, {pair[3]}, {claim}", is_placed)
+
+    def sentence(self) -> str:
+        """Say the verdict with its place and figures, or why there is none."""
+        text, speed = self.claim(self.first_label, self.second_label), self.speed
+        if speed is None:
+            return self.said(text)
+        blocks = count(speed.blocks, "block")
+        if f" {TIMES_AS_FAST} " in text:
+            shown = speed.inverse() if self.decision == "slower" else speed
+            return self.said(f"{text}, {interval_text(shown)}, {blocks}")
+        figures = filter(None, [f"speed ratio {ratio_text(speed)}", interval_text(speed), blocks])
+        return self.said(f"{text} ({', '.join(figures)}){self.remark(speed)}")
+
+    def said(self, text: str, is_placed: bool = True) -> str:
+        """Return a text as a sentence; a name of a user's own stays as it was written."""
+        if is_placed and self.place:
+            return f"{self.place}{text}."
+        is_name = not self.workers and text.startswith((self.first_label, self.second_label))
+        return f"{text if is_name else text[0].upper() + text[1:]}."
+
+    def claim(self, first: str, second: str) -> str:
+        """Return the verdict on what these names mean."""
+        speed, both = self.speed, f"{first} and {second}"
         if self.differences:
             return f"no verdict on {both}: the runs differ in more than the plan varies"
         if speed is None:
-            return f"no verdict: no block was completed by both {both}"
-        blocks, number = count(speed.blocks, "block"), ratio_text(speed)
-        times, ratio = f"trained {number} times as fast as", f"speed ratio {number}"
+            return f"no verdict on {both}: no block was completed by both"
         if speed.low is None:
-            return (
-                f"{self.first_label} {times} {self.second_label} in {blocks}: too few for an "
-                f"interval, which needs {MIN_BLOCKS}, so nothing is decided"
-            )
-        sentences = WITH_ITSELF if self.is_null_test else BETWEEN_TWO
-        sentences = WITH_DELAY if self.delay is not None else sentences
-        sentence = sentences[self.decision] if self.is_finished else UNFINISHED
-        return sentence.format(
-            first=self.first_label,
-            second=self.second_label,
-            times=times,
-            ratio=ratio,
-            number=number,
-            delay=percent_text(self.delay or 0),
-            figures=f"{interval_text(speed)}, {blocks}",
+            return f"nothing is decided between {both}: an interval needs {MIN_BLOCKS} blocks"
+        if not self.is_finished:
+            return f"nothing is decided between {both} yet"
+        claims = OF_ITSELF if self.is_null_test else CLAIMS
+        claims = WITH_DELAY if self.delay is not None else claims
+        return claims[self.decision].format(
+            first=first,
+            second=second,
+            ratio=ratio_text(speed),
+            inverse=ratio_text(speed.inverse()),
             bound=bound_text(speed),
-            difference=percent_text(max(speed.ratio, 1 / speed.ratio) - 1),
-            more=self.more_minutes_text(speed),
+            delay=percent_text(self.delay or 0),
         )
+
+    def remark(self, speed: Estimate) -> str:
+        """Return what a reader must know beside the claim: of a null test that failed, or how much
+        longer a measurement would show a difference of the margin's size."""
+        if not self.is_finished or speed.low is None:
+            return ""
+        if self.delay is not None:
+            return NOT_FOUND if self.decision == "undecided" else ""
+        if self.is_null_test:
+            difference = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
+            return UNFIT.format(difference=difference) if self.decision in DIFFERENT else ""
+        minutes = minutes_to_show(speed, self.margin, self.block_seconds, self.family)
+        if self.decision != "undecided" or not minutes:
+            return ""
+        more = count(max(1, round(minutes)), "more minute")
+        return f"; about {more} would show a difference of {percent_text(self.margin)}"
 
     @property
     def finds_delay(self) -> bool:
@@ -131,30 +178,19 @@ class Verdict:
         low, high = self.speed.low or 0, self.speed.high or 0
         return 1 < low <= 1 + self.delay <= high
 
-    def more_minutes_text(self, speed: Estimate) -> str:
-        """Say how much longer a measurement would show a difference of the margin's size; empty if
-        that is not known."""
-        minutes = minutes_to_show(speed, self.margin, self.block_seconds, self.family)
-        if not minutes:
-            return ""
-        more, size = count(max(1, round(minutes)), "more minute"), percent_text(self.margin)
-        return f"; about {more} would show a difference of {size}"
-
     def support(self) -> list[str]:
-        """Say what supports a verdict: whether both did the same training, and their CPU time (a
+        """Say what supports a verdict: where both did not the same training, and their CPU time (a
         finding of its own: who takes longer often computes longer)."""
         lines = [self.equal_work] if self.equal_work else []
-        if self.equal_weights:
+        if not all(self.equal_weights):
             equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
-            only = "" if all(self.equal_weights) else "only "
-            lines.append(f"Final weights bit-equal in {only}{equal} of {blocks}{self.loss_gap}.")
+            lines.append(f"Final weights bit-equal in only {equal} of {blocks}{self.loss_gap}.")
         if self.cpu is not None:
-            interval = f", {interval_text(self.cpu)}" if self.cpu.low is not None else ""
-            lines.append(
+            used = (
                 f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per "
-                f"{self.unit.removesuffix('s')} of "
-                f"{self.second_label}{interval}."
+                f"{self.unit.removesuffix('s')} of {self.second_label}"
             )
+            lines.append(f"{', '.join(filter(None, [used, interval_text(self.cpu)]))}.")
         return lines
 
 
@@ -229,6 +265,7 @@ def judge_pair(
 ) -> Verdict:
     """Compare two configurations over the blocks in which both are complete."""
     first, second = pair
+    labels = labels_of(comparison)
     runs, others = (
         {run.block: run for run in comparison.complete_runs((case, workers, name))} for name in pair
     )
@@ -242,8 +279,8 @@ def judge_pair(
         workers=workers,
         first=first,
         second=second,
-        first_label=label_of(comparison, first),
-        second_label=label_of(comparison, second),
+        first_label=labels[first],
+        second_label=labels[second],
         differences=tuple(differences.values()),
         margin=comparison.plan.margin,
         unit=comparison.unit,

@@ -13,6 +13,10 @@ from compare.plan.environment import ROOT
 from recipe.record.schema import CONTROL
 
 OWN_SCRIPTS = "these scripts"
+# What takes this project's own settings back, and leaves an engine as users install it.
+STOCK = {
+    "--no-gradient-as-bucket-view", "--no-sleeping-poll", "OMPI_MCA_mpi_yield_when_idle=0",
+}  # fmt: skip
 
 
 def count(number: int, noun: str) -> str:
@@ -65,6 +69,9 @@ def ratio_text(estimate: Estimate) -> str:
 
 
 def interval_text(estimate: Estimate) -> str:
+    """Say the interval; empty without one."""
+    if estimate.low is None:
+        return ""
     places, percent = digits(estimate), f"{100 * estimate.confidence:.4g}"
     return f"{percent} % interval {estimate.low:.{places}f} to {estimate.high:.{places}f}"
 
@@ -82,38 +89,40 @@ def bound_text(estimate: Estimate) -> str:
     return f"{tenths:.1f} %" if tenths < 10 else f"{math.ceil(percent)} %"
 
 
-def label_of(comparison: Comparison, configuration: str) -> str:
-    """Name a configuration by what its complete runs used, and by its own flags and variables; by
-    its own name if the runs used different things, or if one before it has the same label."""
-    names = comparison.configurations
-    labels = {name: used_and_set(comparison, name) for name in names}
-    label = labels[configuration]
-    first = next(name for name in names if labels[name] == label)
-    if configuration == first:
-        return label
-    return f"{label}, again" if comparison.plan.null else f"{label} as {configuration}"
-
-
-def used_and_set(comparison: Comparison, configuration: str) -> str:
-    """Return what a configuration's runs used, as in "DDP (torchrun, Gloo) with --static-graph", or
-    "DDP over Gloo" where the plan's configurations make a square."""
+def labels_of(comparison: Comparison) -> dict[str, str]:
+    """Name each configuration by its engine, by what really carried its gradients, and by its own
+    settings, as in "DDP over Gloo with --static-graph"; by its launcher, too, or its own name,
+    where two would have the same label; a user's own script by its name."""
+    names = [*comparison.configurations]
     if comparison.plan.side:
-        return configuration
+        return {name: name for name in names}
+    short, found = {name: used_and_set(comparison, name) for name in names}, dict[str, str]()
+    for name in names:
+        label, is_null = short[name], comparison.plan.null
+        if [*short.values()].count(label) > 1 and not is_null:
+            label = used_and_set(comparison, name, is_launcher_told=True)
+        if label in found.values():
+            label = f"{label}, again" if is_null else f"{label} as {name}"
+        found[name] = label
+    return found
+
+
+def used_and_set(comparison: Comparison, configuration: str, is_launcher_told: bool = False) -> str:
+    """Return what a configuration's runs used and what it sets; its name if they differ in that."""
     runs = [run for run in comparison.written if run.configuration == configuration]
-    labels = {
-        f"{ENGINES.get(run.engine, run.engine)} ({run.launcher}, {run.environment.transport})"
-        for run in runs
-    }
-    if len(labels) != 1:
+    used = {(run.engine, run.environment.transport, run.launcher) for run in runs}
+    if len(used) != 1:
         return configuration
-    corners = {
-        name: f"{ENGINES[engine]} over {transport}"
-        for (engine, transport), name in comparison.square.items()
-    }
-    label, own = corners.get(configuration, labels.pop()), comparison.configurations[configuration]
+    [(engine, transport, launcher)] = used
+    label = ENGINES.get(engine, engine.replace("_", "-"))
+    label += "" if transport == "none" else f" over {transport}"
+    label += f" by {launcher}" if is_launcher_told else ""
+    own = comparison.configurations[configuration]
     settings = [*own.flags, *(f"{name}={value}" for name, value in own.environment.items())]
     if "--knobs" not in own.flags:  # but for all configurations: a reader must know of it
         settings += sorted({f"--knobs {run.config.knobs}" for run in runs if run.config.knobs})
+    if settings and STOCK.issuperset(settings):
+        return f"stock {label}"
     return f"{label} with {' '.join(settings)}" if settings else label
 
 

@@ -21,7 +21,7 @@ from compare.evidence.rows import (
     training_rows,
 )
 from compare.evidence.stopping import group_of, unfinished
-from compare.evidence.verdicts import DIFFERENT, correction_text, interaction, judge
+from compare.evidence.verdicts import correction_text, interaction, judge
 from compare.evidence.words import (
     count,
     percent_text,
@@ -145,24 +145,21 @@ class Report:
         }
 
     @property
-    def not_beaten(self) -> list[str]:
-        """Say of each place with a decided verdict which configurations no verdict finds slower."""
-        judged = [v for v in self.verdicts if not v.is_null_test and v.speed]
-        lines = []
-        for case, workers in dict.fromkeys((v.case, v.workers) for v in judged):
-            here = [v for v in judged if (v.case, v.workers) == (case, workers)]
-            beaten = {
-                v.second_label if v.decision == "faster" else v.first_label
-                for v in here
-                if v.decision in DIFFERENT
-            }
-            labels = dict.fromkeys(name for v in here for name in (v.first_label, v.second_label))
-            left = [name for name in labels if name not in beaten]
-            if beaten:
-                at = place_text(case, workers) if case else f"At {place_text('', workers)}"
-                at = f"{at}, not beaten" if workers else "Not beaten"
-                lines.append(f"{at}: {' or '.join(left) or 'none'}.")
-        return lines
+    def headline(self) -> list[str]:
+        """The answer to the plan's question in plain words: the verdicts on its first pair."""
+        first = self.comparison.plan.pairs()[:1]
+        asked = [one for one in self.verdicts if (one.first, one.second) in first]
+        return [verdict.headline(is_placed=len(asked) > 1) for verdict in asked]
+
+    @property
+    def equal_weights(self) -> str:
+        """Say once what whole trainings show of most pairs; verdicts say where it is not so."""
+        told = [verdict for verdict in self.verdicts if verdict.equal_weights]
+        if not (equal := [verdict for verdict in told if all(verdict.equal_weights)]):
+            return ""
+        pairs = "" if equal == told else f" of {len(equal)} of {count(len(told), 'pair')}"
+        blocks = max(len(verdict.equal_weights) for verdict in equal)
+        return f"Whole trainings{pairs} ended with bit-equal weights ({count(blocks, 'block')})."
 
     @property
     def ours(self) -> str:

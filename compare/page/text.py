@@ -30,8 +30,8 @@ from recipe.record.schema import Energy
 
 
 def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
-    """Return what the reports say: for the terminal, with what was not beaten last, where a reader
-    looks first; or as Markdown that can be pasted into an issue."""
+    """Return what the reports say: for the terminal, with the answer to the plan's question last,
+    where a reader looks first; or as Markdown that can be pasted into an issue."""
     first = reports[0]
     question, tables = first.comparison.plan.question or "", [*square_tables(first)]
     tables += [table for table in all_tables(first) if not table.is_detail]
@@ -47,7 +47,7 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
             f"### {first.title}",
             question,
             escaped(first.subtitle),
-            *(heading(line, markdown) for line in first.not_beaten),
+            *(heading(line, markdown) for line in first.headline),
             *finding_parts(first, markdown),
             *(table_part(table, markdown) for table in tables),
             folded("How to reproduce", ["```bash", *first.reproduce, "```"]),
@@ -55,7 +55,7 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
         ]
     else:
         parts = [question, *(table_part(table, markdown) for table in tables)]
-        parts += [*finding_parts(first, markdown), *first.not_beaten]
+        parts += [*finding_parts(first, markdown), *first.headline]
     return "\n\n".join(part for part in parts if part) + "\n" * markdown
 
 
@@ -68,6 +68,7 @@ def finding_parts(report: Report, markdown: bool) -> list[str]:
     ]
     return [
         *(listed(sentence, below, markdown) for sentence, below in verdicts),
+        report.equal_weights,
         report.ours,
         report.correction,
         *(listed(f"{title}:", lines, markdown) for title, lines in report.notices),
@@ -215,13 +216,9 @@ def report_value(report: Report) -> dict[str, Any]:
         "comparison": str(comparison.folder),
         "title": report.title,
         "plan": comparison.plan,
-        "not_beaten": report.not_beaten,
+        "headline": report.headline,
         "verdicts": [
-            {
-                **vars(verdict),
-                "sentence": verdict.sentence(),
-            }
-            for verdict in report.verdicts
+            {**vars(verdict), "sentence": verdict.sentence()} for verdict in report.verdicts
         ],
         "interactions": [
             {"case": case, "workers": workers, "speed": speed}
@@ -232,6 +229,7 @@ def report_value(report: Report) -> dict[str, Any]:
         "phases": [*report.phases, *report.phase_differences],
         "runs": list(run_lines(comparison)),
         "turns": list(turn_lines(comparison)),
+        "equal_weights": report.equal_weights,
         "ours": report.ours,
         "correction": report.correction,
         "notices": dict(report.notices),
