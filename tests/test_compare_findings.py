@@ -406,7 +406,7 @@ def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision,
     comparison = load_comparison(folder)
     null, control = judge(comparison)
     assert (control.first, control.second) == names[::2]
-    assert control.second_label == "DDP over Gloo with COMPARE_DELAY=0.03"
+    assert control.second_label == "DDP over Gloo, delayed"
     assert (control.decision, null.family) == (decision, 1)
     assert null.decision in ("equal", "undecided")
     assert control.sentence().startswith(f"At 2 workers {words}")
@@ -545,14 +545,18 @@ def test_resources_are_medians_and_memory_has_an_interval(tmp_path):
         summary = find(comparison, block, "ddp-torchrun", 2).summary
         change(summary, energy=Energy(gpu_watts=watts), peak_memory_bytes=memory)
         change(summary.input, files_per_second=100.0 * block, wait_share=share)
-    change(find(comparison, 1, "horovod-mpi", 2).summary, input=Input())
+    for block in (1, 2, 3):
+        change(find(comparison, block, "horovod-mpi", 2).summary, input=Input())
     ddp, horovod = training_rows(comparison)
     assert (ddp.gpu_watts, ddp.gpu_joules_per_image, horovod.gpu_watts) == (200, None, None)
     assert ddp.peak_memory.low < 5e9 < ddp.peak_memory.ratio < 7e9 < ddp.peak_memory.high
     assert (ddp.files_per_second, ddp.megabytes_per_second, ddp.wait_share) == (200.0, None, 0.2)
     assert (horovod.images_per_second, horovod.wait_share) == (None, None)
-    change(summary, energy=Energy())
-    assert training_rows(comparison)[0].gpu_watts is None  # of two runs alone it is not told
+    # A run that others disturbed has no times, and what is left are the others'.
+    change(find(comparison, 3, "ddp-torchrun", 2), other_load=1.5)
+    ddp, _ = training_rows(comparison)
+    assert (ddp.gpu_watts, ddp.files_per_second, ddp.wait_share) == (200, 150.0, pytest.approx(0.3))
+    assert ddp.peak_memory.blocks == ddp.runs == 3
 
 
 def test_stragglers_are_found_in_computing_without_exchange(tmp_path):

@@ -215,8 +215,11 @@ def test_a_click_on_a_header_sorts_and_a_third_one_restores(browser, pages):
             assert (header.get_attribute("aria-sort"), speeds(page)) == (state, wanted)
 
 
-def test_a_phone_sorts_by_a_menu(browser, pages):
+def test_a_phone_folds_all_but_the_first_table_and_sorts_by_a_menu(browser, pages):
     with opened(browser, pages["two engines"], 390) as page:
+        folds = page.locator("details.fold")
+        is_open = [fold.get_attribute("open") is not None for fold in folds.all()]
+        assert is_open == [True] + [False] * (len(is_open) - 1) and len(is_open) > 4
         page.locator(".tools select").first.select_option(label="images/s")
         assert speeds(page) == sorted(speeds(page))
 
@@ -248,7 +251,7 @@ def test_points_tell_their_values_to_mouse_finger_and_keyboard(browser, pages):
         box = svg.locator(".hits circle").first.bounding_box()
         x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
         page.mouse.move(x, y)
-        assert re.fullmatch(r"ddp-torchrun, 1 worker: [\d,]+ images/s", tip.inner_text())
+        assert re.fullmatch(r"DDP over Gloo, 1 worker: [\d,]+ images/s", tip.inner_text())
         page.mouse.move(0, 0)
         assert tip.is_hidden()
         page.touchscreen.tap(x, y)

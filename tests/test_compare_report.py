@@ -345,6 +345,16 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
     assert sum(line["counts"] == "0" for line in turns) == 6 * (2 + 1) * 4
 
 
+def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
+    def lines() -> list[str]:
+        plots = {plot.name: plot for plot in all_plots(Report(load_comparison(square)))}
+        return [layer.key for layer in plots["time-to-accuracy"].layers if layer.kind == "line"]
+
+    assert len(lines()) == 4
+    edit(square / "block-1/horovod-mpi-2/outcome.json", other_load=1.7)
+    assert lines() == ["DDP over Gloo", "DDP over MPI", "Horovod over Gloo"]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -7,7 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec import structs
@@ -19,6 +19,7 @@ from compare.evidence.chain import reseal
 from compare.evidence.paired import Estimate, student_quantile
 from compare.evidence.records import Comparison, load_comparison
 from compare.evidence.rows import speed_rows
+from compare.evidence.turns import Purpose
 from compare.evidence.verdicts import Verdict, correction_text, decided, interaction, judge
 from compare.evidence.words import labels_of
 from compare.page.findings import WARNINGS, Report, SideBySide, notices
@@ -129,6 +130,37 @@ def test_a_round_in_which_one_turn_was_disturbed_is_named_by_that_turn(tmp_path)
     edit_blocks(folder, other_load=lambda turn, _: 0.5 * (turn["side"] == "ddp-mpi"))
     told = dict(notices(load_comparison(folder)))[WARNINGS]
     assert any("up to 0.50 cores busy" in line for line in told)
+
+
+def test_each_point_of_speed_over_the_experiment_is_a_turn_that_counts(tmp_path):
+    """No turn without exchange, of a trial, or that others disturbed, though their rounds count."""
+    folder = by_turns(tmp_path / "compare-1", blocks=3)
+    for path in folder.glob("turns/2-workers/*/block.json"):
+        block = json.loads(path.read_text())
+        for other in ({"purpose": "trial"}, {"purpose": "disturbed", "other_load": 0.9}):
+            block["turns"].append(block["turns"][0] | other)
+        path.write_text(json.dumps(block))
+    reseal(folder)
+    comparison = load_comparison(folder)
+    assert comparison.damaged_blocks == []
+    [plot] = [one for one in all_plots(Report(comparison)) if one.name == "drift"]
+    blocks = comparison.blocks("", 2)
+    assert {turn.purpose for turn in blocks[0].turns} == {*get_args(Purpose)}
+    for name, label in labels_of(comparison).items():
+        [line] = [layer for layer in plot.layers if layer.key == label]
+        counted = [turn.images_per_second for block in blocks for turn in block.counted(name)]
+        assert [rate for _, rate in line.points] == counted
+        assert len(counted) == 3 * 5  # the last round of each block was disturbed
+
+
+def test_at_one_number_of_workers_throughput_is_bars_with_intervals(square):
+    [plot] = [one for one in all_plots(Report(square)) if one.name == "throughput"]
+    assert [row.name for row in plot.rows] == [*labels_of(square).values()]
+    bars, lines = plot.layers[::2], plot.layers[1::2]
+    for drawn, line, row in zip(bars, lines, speed_rows(square), strict=True):
+        (start, _), _, (end, _) = drawn.points
+        [(low, _), (high, _)] = line.points
+        assert start == 0 and low < end == row.images_per_second < high
 
 
 def test_blocks_whose_ratios_resemble_those_before_are_named(tmp_path):

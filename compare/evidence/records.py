@@ -31,6 +31,7 @@ from recipe.record.schema import Environment, EvalLine, Settings, StepLine
 
 ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
 ONE_WORKER = {one.engine for one in CONFIGURATIONS.values() if one.is_one_worker}
+MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose times are not doubted
 FAILED = re.compile(r".+?\.failed-\d+")
 CellKey = tuple[str, int, str]  # case, workers, configuration: runs with the same one are repeats
 
@@ -67,6 +68,11 @@ class RunRecord(Outcome):
     @property
     def is_complete(self) -> bool:
         return self.status == "completed"
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Tell whether other processes kept cores busy, so that its times are doubtful."""
+        return (self.other_load or 0.0) > MOST_LOAD * self.environment.cores
 
     @property
     def steps(self) -> list[StepLine]:

@@ -40,6 +40,7 @@ class SpeedRow(CellRow):
     images_per_second: float  # over all blocks: images over seconds, of turns or whole runs
     lowest: float
     highest: float
+    interval: tuple[float, float] | tuple[()]  # of the blocks' mean; empty from too few
     scaling: Estimate | None  # images/s a worker over that at the fewest workers, block by block
     cpu_ms_per_image: float
     blocks: int
@@ -48,11 +49,12 @@ class SpeedRow(CellRow):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRow(Energy, Input, CellRow):
-    """What whole trainings of a cell show, used and read: medians over its complete runs."""
+    """What whole trainings of a cell show, used and read: medians over its complete runs, and of
+    times, input and energy over those of them that nobody disturbed."""
 
     startup_seconds: float | None  # and the end: all that is not on the training clock
-    train_seconds: float
-    evaluation_seconds: float  # with checkpoints
+    train_seconds: float | None
+    evaluation_seconds: float | None  # with checkpoints
     top1: float | None
     top5: float | None
     loss: float | None
@@ -91,12 +93,14 @@ def speed_rows(comparison: Comparison) -> list[SpeedRow]:
             confidence=comparison.confidence,
         ) if common else None  # fmt: skip
         planned = sum(run.cell == cell for run in comparison.runs)
+        _, low, high = mean_interval([*rates.values()], comparison.confidence)
         rows.append(
             SpeedRow(
                 **place(cell),
                 images_per_second=speed,
                 lowest=min(rates.values()),
                 highest=max(rates.values()),
+                interval=(low, high) if low is not None and high is not None else (),
                 scaling=scaling,
                 cpu_ms_per_image=fmean(
                     1000 / one.rate(name, work_per_cpu_second) for one in blocks
@@ -147,27 +151,31 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
 
 
 def figures_of(run: RunRecord) -> dict[str, float | None]:
-    """Return what the table of trainings shows the median of, by the names of its row."""
+    """Return what the table of trainings shows the median of, by the names of its row; None where
+    others disturbed what would be measured."""
     summary = run.summary
-    return {
+    timed = {
         "startup_seconds": run.seconds - summary.total_seconds if run.seconds else None,
         "train_seconds": summary.train_seconds,
         "evaluation_seconds": summary.total_seconds - summary.train_seconds,
+        **vars(summary.input),
+        **vars(summary.energy),
+    }
+    return {
+        **(dict.fromkeys(timed) if run.is_disturbed else timed),
         "top1": summary.top1,
         "top5": summary.top5,
         "loss": summary.loss,
         "network_bytes_per_step": summary.network_bytes_per_step,
         "bubble_share": summary.rung.bubble_share,
         "staleness": summary.rung.staleness,
-        **vars(summary.input),
-        **vars(summary.energy),
     }
 
 
 def median_or_none(values: Sequence[float | None]) -> float | None:
-    """Return the median; None if there is no value, or one was not measured."""
+    """Return the median of those that were measured; None if none was."""
     known = [value for value in values if value is not None]
-    return median(known) if known and len(known) == len(values) else None
+    return median(known) if known else None
 
 
 # ------------------------------------------------------------------------------------- the phases

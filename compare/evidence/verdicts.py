@@ -190,7 +190,8 @@ class Verdict:
                 f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per "
                 f"{self.unit.removesuffix('s')} of {self.second_label}"
             )
-            lines.append(f"{', '.join(filter(None, [used, interval_text(self.cpu)]))}.")
+            told = ", ".join(filter(None, [used, interval_text(self.cpu)]))
+            lines.append(self.said(told, is_placed=False))
         return lines
 
 

@@ -121,6 +121,8 @@ def used_and_set(comparison: Comparison, configuration: str, is_launcher_told: b
     settings = [*own.flags, *(f"{name}={value}" for name, value in own.environment.items())]
     if "--knobs" not in own.flags:  # but for all configurations: a reader must know of it
         settings += sorted({f"--knobs {run.config.knobs}" for run in runs if run.config.knobs})
+    if comparison.plan.null and settings:  # by which the control waits
+        return f"{label}, delayed"
     if settings and STOCK.issuperset(settings):
         return f"stock {label}"
     return f"{label} with {' '.join(settings)}" if settings else label

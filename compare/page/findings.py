@@ -24,6 +24,7 @@ from compare.evidence.stopping import group_of, unfinished
 from compare.evidence.verdicts import correction_text, interaction, judge
 from compare.evidence.words import (
     count,
+    labels_of,
     percent_text,
     place_text,
     short,
@@ -56,7 +57,6 @@ WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
 WITHOUT_MPI = "mpi4py or mpirun is not installed there"
-MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose figures are not doubted
 ASIDE = "Runs that do not affect the speed verdicts"
 
 
@@ -73,6 +73,7 @@ class Report:
         self.facts = {
             place: compare_facts(comparison, *place) for place in comparison.plan.groups()
         }
+        self.labels = labels_of(comparison)
         self.verdicts = judge(comparison, self.facts)
         found = {
             place: interaction(
@@ -330,10 +331,10 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
         matters = not comparison.is_by_turns and run.block > 0 and run.configuration in judged
         if run.reason or not run.is_complete:
             found[MISSING if matters else ASIDE].append(f"{folder}: {trouble(run)}")
-        elif (run.other_load or 0) > MOST_LOAD * (cores := run.environment.cores):
+        elif run.is_disturbed:
+            cores = count(run.environment.cores, "core")
             found[WARNINGS if matters else ASIDE].append(
-                f"{folder}: other processes kept {run.other_load:.1f} of "
-                f"{count(cores, 'core')} busy"
+                f"{folder}: other processes kept {run.other_load:.1f} of {cores} busy"
             )
     found[MISSING] += dict.fromkeys(f"unreadable: {why}" for *_, why in comparison.damaged_blocks)
     found[WARNINGS] += [

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from compare.evidence.records import RunRecord
-from compare.evidence.rows import PhaseRow
+from compare.evidence.rows import PhaseRow, SpeedRow
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import interval_text, place_text, ratio_text, three_digits
 from compare.page.chart import (
@@ -73,12 +73,18 @@ def curve(
 
     The first one is drawn broad, below the others: equal curves both stay in sight.
     """
-    index = list(report.comparison.configurations).index(name)
+    index, colour = line_style(report, name)
     shape = (index + index // len(COLOURS)) % len(MARKERS)  # a new one where colours come again
-    colour, opacity = COLOURS[index % len(COLOURS)], 0.9 if index else 0.55
-    style = width if index else 2.2 * width, DASHES[shape], opacity
-    line = Layer("line", points, colour, *style, texts=texts, key=name)
-    return [line, Layer(list(MARKERS)[shape], points, colour, mark, key=name)] if mark else [line]
+    style = width if index else 2.2 * width, DASHES[shape], 0.9 if index else 0.55
+    key = report.labels[name]
+    line = Layer("line", points, colour, *style, texts=texts, key=key)
+    return [line, Layer(list(MARKERS)[shape], points, colour, mark, key=key)] if mark else [line]
+
+
+def line_style(report: Report, name: str) -> tuple[int, str]:
+    """Return which configuration this is, and its colour in all plots."""
+    index = [*report.comparison.configurations].index(name)
+    return index, COLOURS[index % len(COLOURS)]
 
 
 # ------------------------------------------------------------------------------------ the verdict
@@ -89,16 +95,18 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
     calls two equal; None if no ratio was measured."""
     layers: list[Layer] = []
     rows: list[PlotRow] = []
-    for verdict in (verdict for verdict in verdicts if verdict.speed is not None):
-        what = f"{verdict.first} / {verdict.second}"
-        name = place_text(", ".join(filter(None, (verdict.case, what))), verdict.workers)
+    measured = [verdict for verdict in verdicts if verdict.speed is not None]
+    places = {(verdict.case, verdict.workers) for verdict in measured}
+    for verdict in measured:
+        at = place_text(verdict.case, verdict.workers) if len(places) > 1 else ""
+        name = ", ".join(filter(None, (verdict.of, at)))
         layers += verdict_layers(len(rows), name, verdict)
         rows.append(PlotRow(len(rows), name))
     if not rows:
         return None
     most = max(0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0]))
     ticks = linear([max(0.02, 1 - most), 1 + most]).ticks
-    return Plot(
+    return row_plot(
         "verdict",
         "Speed ratios and their intervals",
         "Diamond and line: point estimate and interval. Rings: the ratio of each block. Dashed "
@@ -106,11 +114,17 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
         f"{100 * verdicts[0].margin:g} %; an interval inside is equal, unless the correction for "
         "several verdicts forbids it.",
         Scale(max(0.0, 1 - 1.12 * most), 1 + 1.12 * most, ticks, "speed of the first / the second"),
-        Scale(len(rows) - 0.5, -0.5),
         layers,
         rows,
-        ROW_HEIGHT * len(rows),
     )
+
+
+def row_plot(
+    name: str, title: str, caption: str, x: Scale, layers: Sequence[Layer], rows: Sequence[PlotRow]
+) -> Plot:
+    """Return a plot with a row for each of what it shows."""
+    y, height = Scale(len(rows) - 0.5, -0.5), ROW_HEIGHT * len(rows)
+    return Plot(name, title, caption, x, y, layers, rows, height)
 
 
 def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
@@ -137,11 +151,14 @@ def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
 
 
 def plot_throughput(report: Report, case: str) -> Plot | None:
-    """Show each configuration's speed against workers; None if none was measured. With many
-    workers, or references, both axes are logarithmic."""
-    rows = [row for row in report.speed if row.case == case and row.workers]
+    """Show each configuration's speed: over workers, or, where there is only one number of them
+    and nothing published, as bars; None if none was measured. With many workers, or references,
+    both axes are logarithmic."""
+    rows = [row for row in report.speed if row.case == case]
     if not rows:
         return None
+    if len({row.workers for row in rows}) == 1 and not report.references:
+        return plot_rates(report, rows)
     names = dict.fromkeys(row.configuration for row in rows)
     speeds = {
         name: {r.workers: r.images_per_second for r in rows if r.configuration == name}
@@ -153,7 +170,8 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
     for index, (name, line) in enumerate(speeds.items()):
         points, fewest = sorted(line.items()), min(line)
         ideal = [(n, line[fewest] * n / fewest) for n in line]
-        texts = [f"{place_text(name, n)}: {three_digits(rate)} images/s" for n, rate in points]
+        own = report.labels.get(name, name)
+        texts = [f"{place_text(own, n)}: {three_digits(rate)} images/s" for n, rate in points]
         layers.append(Layer("line", ideal, MUTED, 1, "1.5 2", key="ideal"))
         if name in sources:
             marker = list(MARKERS)[index % len(MARKERS)]
@@ -179,19 +197,43 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
     )
 
 
+def plot_rates(report: Report, rows: Sequence[SpeedRow]) -> Plot:
+    """Show the speed of each configuration at one number of workers."""
+    layers, named, unit = list[Layer](), list[PlotRow](), report.comparison.unit
+    for y, row in enumerate(rows):
+        name, rate = report.labels[row.configuration], row.images_per_second
+        told = f"{three_digits(rate)} {unit}/s"
+        colour = line_style(report, row.configuration)[1]
+        layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {told}"))
+        layers.append(Layer("line", [(end, y + 0.14) for end in row.interval], INK, 1.6))
+        named.append(PlotRow(y, name, told))
+    return row_plot(
+        "throughput",
+        "Training throughput",
+        f"Training {unit} per second of all workers, without the first steps and evaluation. Bars: "
+        "all of them over all seconds; lines: the interval of the blocks' mean. What differs from "
+        "block to block for all of them is in these lines, and not in the ratios of the verdicts.",
+        linear(values_of(layers)[0], f"{unit}/s", zero=True),
+        layers,
+        named,
+    )
+
+
 def plot_drift(report: Report, case: str) -> Plot | None:
-    """Show speed over the blocks, in the order in which they ran; None if none was measured."""
+    """Show speed over the blocks, in the order in which they ran, of the turns that count alone;
+    None if none was measured."""
     layers: list[Layer] = []
     cells = [cell for cell in report.comparison.cells if cell[0] == case]
     mark, unit = 0 if report.comparison.is_by_turns else 2, report.comparison.unit
     for _, workers, name in cells:
         measured = [
-            (block.number + index / len(block.turns), turn.images_per_second)
+            (block.number + at / len(turns), turn.images_per_second)
             for block in report.comparison.blocks(case, workers)
-            for index, turn in enumerate(block.turns)
-            if turn.side == name and turn.round in block.quiet_rounds
+            for turns in [block.counted(name)]
+            for at, turn in enumerate(turns)
         ]
-        points, own = thinned(measured, MAX_POINTS // len(cells)), place_text(name, workers)
+        points = thinned(measured, MAX_POINTS // len(cells))
+        own = place_text(report.labels[name], workers)
         texts = [f"{own}, block {x:.2f}: {y:,.4g} {unit}/s" for x, y in points]
         layers += curve(report, name, points, texts, 1.1, mark)
     x, y = values_of(layers)
@@ -215,11 +257,15 @@ def plot_phases(report: Report, case: str) -> Plot | None:
     if not shown:
         return None
     milliseconds = [1000 * row.seconds["step_seconds"] for row in shown]
-    rows = [
-        PlotRow(y, place_text(row.configuration, row.workers), f"{ms:.3g} ms")
-        for y, (row, ms) in enumerate(zip(shown, milliseconds, strict=True))
+    is_several = len({row.workers for row in shown}) > 1
+    names = [
+        place_text(report.labels[row.configuration], is_several * row.workers) for row in shown
     ]
-    return Plot(
+    rows = [
+        PlotRow(y, name, f"{three_digits(ms)} ms")
+        for y, (name, ms) in enumerate(zip(names, milliseconds, strict=True))
+    ]
+    return row_plot(
         "step-breakdown",
         "Time per step by phase",
         "Means over the steps. Exposed communication: how much longer a step takes "
@@ -227,16 +273,14 @@ def plot_phases(report: Report, case: str) -> Plot | None:
         "and where it was not measured separately, it is part of backward. With one worker there "
         f"is no exchange: in its place stands {ALONE}.",
         linear(milliseconds, "milliseconds per step", zero=True),
-        Scale(len(rows) - 0.5, -0.5),
-        [layer for y, row in enumerate(shown) for layer in phase_layers(y, row)],
+        [layer for row, told in zip(shown, rows, strict=True) for layer in phase_layers(row, told)],
         rows,
-        ROW_HEIGHT * len(rows),
     )
 
 
-def phase_layers(y: int, row: PhaseRow) -> list[Layer]:
+def phase_layers(row: PhaseRow, told_in: PlotRow) -> list[Layer]:
     """Return a row of bars, one behind the other."""
-    name, step = place_text(row.configuration, row.workers), 1000 * row.seconds["step_seconds"]
+    name, y, step = told_in.name, told_in.y, 1000 * row.seconds["step_seconds"]
     end, layers = 0.0, []
     for field, (words, colour, opacity) in PHASES.items():
         is_alone = row.workers == 1 and field == "exposed_communication_seconds"
@@ -250,13 +294,15 @@ def phase_layers(y: int, row: PhaseRow) -> list[Layer]:
 
 
 def plot_time_to_accuracy(report: Report, runs: Sequence[RunRecord]) -> Plot | None:
-    """Show validation top-1 against the training clock; None without evaluations."""
+    """Show validation top-1 against the training clock, of runs that nobody disturbed; None without
+    evaluations."""
     layers: list[Layer] = []
+    runs = [run for run in runs if not run.is_disturbed]
     blocks = thinned(sorted({run.block for run in runs}), BLOCKS_IN_DETAIL)
     for run in (run for run in runs if run.block in blocks):
         line = [(one.train_seconds_so_far, one.top1) for one in run.evaluations]
         shown = thinned(line, MAX_POINTS // len(runs))
-        name = f"{run.configuration}, block {run.block}"
+        name = f"{report.labels[run.configuration]}, block {run.block}"
         texts = [f"{name}: {y:.2f} % after {x:,.4g} s" for x, y in shown]
         layers += curve(report, run.configuration, shown, texts, 1.3, 2)
     x, y = values_of(layers)
@@ -265,7 +311,8 @@ def plot_time_to_accuracy(report: Report, runs: Sequence[RunRecord]) -> Plot | N
     return Plot(
         "time-to-accuracy",
         "Top-1 against time",
-        "Validation top-1 against training time, evaluation included. One line per run.",
+        "Validation top-1 against training time, evaluation included. One line per run; runs "
+        "that others disturbed are left out.",
         linear(x, "seconds since training began, evaluation included", zero=True),
         linear(y, "validation top-1, %"),
         layers,

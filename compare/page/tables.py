@@ -119,8 +119,8 @@ SPEED = (
 )  # fmt: skip
 TRAININGS = (
     Column("start and end, s", lambda row: row.startup_seconds, "{:,.1f}",
-           "Medians. Start and end: from the launcher's start to its end, without the training "
-           "clock."),
+           "Medians, of times and input without runs that others disturbed. Start and end: from "
+           "the launcher's start to its end, without the training clock."),
     Column("training, s", lambda row: row.train_seconds, "{:,.1f}"),
     Column("evaluation, s", lambda row: row.evaluation_seconds, "{:,.1f}",
            "Evaluation: with checkpoints."),
