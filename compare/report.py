@@ -38,10 +38,6 @@ FLAGS: Flags = {
     "--svg": TEXT | {"const": DEFAULT, "metavar": "FOLDER", "help": "every plot as a file "
                      "(default: the folder plots in DIR)"},
     "--no-html": {"action": "store_true", "help": "no page"},
-    "--reference": {"type": Path, "metavar": "FILE", "help": "published speeds to draw beside the "
-                    "measured ones: a CSV file with the columns "
-                    "name,workers,images_per_second,source, such as "
-                    "compare/references/resnet50-v100.csv"},
 }  # fmt: skip
 
 
@@ -92,7 +88,6 @@ def report(options: argparse.Namespace) -> None:
     from compare.evidence.goals import goals_table
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.records import load_comparison
-    from compare.evidence.rows import load_references
     from compare.page import text
     from compare.page.findings import Report
 
@@ -102,19 +97,13 @@ def report(options: argparse.Namespace) -> None:
         page = DEFAULT
     refuse(
         (
-            options.reference and not (is_single and (page or plots)),
-            "--reference is drawn in the plots of one comparison: name its folder, and --html FILE "
-            "or --svg",
-        ),
-        (
             not is_single and (plots or page == DEFAULT),
             "several comparisons have no folder and no plots: give --html a FILE",
         ),
     )
-    references = load_references(options.reference) if options.reference else []
     comparisons = [load_comparison(folder) for folder in folders]
     refuse_copies(comparisons)
-    reports = [Report(one, references) for one in comparisons]
+    reports = [Report(one) for one in comparisons]
     if not options.to_terminal:
         parts = [note, goals_table(comparisons), text.as_text(reports)]
         print("\n\n".join(filter(None, parts)), flush=True)

@@ -157,8 +157,6 @@ def test_a_folder_of_another_name_is_no_block(name, folder):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda b: b["steps"].update({"ddp-mpi": 9}), "and not the same number"),
-        (lambda b: b.update(quiet_cores=1.9), "quiet_cores is 1.9, which is much for 2 cores"),
         (lambda b: b["turns"][3].update(purpose="disturbed"), "nobody had disturbed it"),
         (lambda b: b["turns"][3].update(images=7), "has 7 images, and its steps 128"),
         (lambda b: b["turns"][2]["phases"].pop("data"), "not the same phases"),

@@ -50,7 +50,6 @@ class Fact:
     field: str
     case: str
     workers: int
-    is_flag: bool  # one of the lesser flags
     is_of_sides: bool  # of blocks of turns, not of whole runs
     is_of_block: bool  # each block has its own, such as the seed
     unvaried: tuple[tuple[str, str], ...]  # judged pairs between which the plan has it equal
@@ -166,7 +165,6 @@ def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]
                 field=name,
                 case=case,
                 workers=workers,
-                is_flag=name in FLAGS and not FLAGS[name].chief,
                 is_of_sides=is_of_sides,
                 is_of_block=name in own,
                 unvaried=tuple(pair for pair, fields in varied.items() if name not in fields),

@@ -1,23 +1,16 @@
-"""The rows of the report's tables: a line for each cell that was measured; and published speeds."""
+"""The rows of the report's tables: a line for each cell that was measured."""
 
-import csv
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, harmonic_mean, median
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Struct
+from typing import Any
 
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio, mean_interval
 from compare.evidence.records import CellKey, Comparison, RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
-from compare.plan.plan import NOT_EMPTY
-from recipe.errors import UserError, refuse
-from recipe.record.schema import Count, Energy, Input, Positive
+from recipe.record.schema import Energy, Input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,45 +274,3 @@ def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str,
             for one in (own, other)
         )
     return {name: own[name] - other[name] for name in own if name in other}
-
-
-# ------------------------------------------------------------------------------- published speeds
-
-
-class PublishedSpeed(Struct, frozen=True):
-    """A line of a file of published speeds."""
-
-    name: Annotated[str, NOT_EMPTY]
-    workers: Count
-    images_per_second: Positive  # of all workers
-    source: Annotated[str, NOT_EMPTY]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Images per second of all workers that somebody published, by the number of workers."""
-
-    name: str
-    source: str
-    images_per_second: dict[int, float]
-
-
-def load_references(path: Path) -> list[Reference]:
-    """Read a CSV file with the columns of PublishedSpeed; lines of the same name belong together.
-    UserError if it is not such a file."""
-    found: dict[str, Reference] = {}
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            lines = msgspec.convert([*csv.DictReader(stream)], list[PublishedSpeed], strict=False)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, csv.Error) as error:
-        columns = ",".join(PublishedSpeed.__struct_fields__)
-        raise UserError(f"{path}: {error}; its columns are {columns}") from None
-    for line in lines:
-        speeds = found.setdefault(line.name, Reference(line.name, line.source, {}))
-        told = f"{path}: {line.name!r} has a speed of {line.workers} workers already"
-        refuse((line.workers in speeds.images_per_second, told))
-        speeds.images_per_second[line.workers] = line.images_per_second
-    refuse((not found, f"{path}: holds no line with a speed"))
-    return list(found.values())

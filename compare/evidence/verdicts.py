@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from compare.evidence.equality import Fact, compare_facts, difference_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
-from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.records import Comparison
 from compare.evidence.stopping import minutes_to_show, unfinished
 from compare.evidence.turns import estimate, throughput, work_per_cpu_second
 from compare.evidence.words import (
@@ -71,7 +71,6 @@ class Verdict:
     cpu: Estimate | None = None  # first / second, CPU time an image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
     equal_work: str = ""  # of a user's own scripts: is it shown that they do equal work?
-    loss_gap: str = ""  # where the training losses are farthest apart, of unequal weights
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
     is_finished: bool = True  # False: the plan would measure on, and nothing is decided yet
     family: int = 1  # verdicts of the report that Holm's correction is over
@@ -184,7 +183,10 @@ class Verdict:
         lines = [self.equal_work] if self.equal_work else []
         if not all(self.equal_weights):
             equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
-            lines.append(f"Final weights bit-equal in only {equal} of {blocks}{self.loss_gap}.")
+            lines.append(
+                f"Final weights bit-equal in only {equal} of {blocks}: compare/parity.py says "
+                "where they part."
+            )
         if self.cpu is not None:
             used = (
                 f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per "
@@ -289,7 +291,6 @@ def judge_pair(
         delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
         equal_weights=equal,
         equal_work=equal_work_text(comparison, pair, between) if comparison.plan.side else "",
-        loss_gap=loss_gap_text(both),
     )
     blocks = [one for one in comparison.blocks(case, workers) if {*pair} <= {*one.order}]
     if differences or not blocks:
@@ -375,20 +376,3 @@ def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterab
         )
     differ = [difference_text(fact) for fact in facts if fact.is_varied]
     return f"{text} They differ in {' and in '.join(differ)}." if differ else text
-
-
-def loss_gap_text(pairs: Iterable[tuple[RunRecord, RunRecord]]) -> str:
-    """Say where the training losses of two runs that ended with other weights are farthest apart,
-    over the steps that both have; empty if all ended with the same."""
-    gaps = [
-        (abs(one.loss - other.loss), f"step {one.step} of {a.steps[-1].step}, block {a.block}")
-        for a, b in pairs
-        if a.summary.weights_sha256 != b.summary.weights_sha256
-        for one, other in zip(a.steps, b.steps, strict=False)
-        if one.step == other.step
-    ]
-    if not gaps:
-        return ""
-    # A loss that became NaN is the largest gap, not none.
-    apart, place = max(gaps, key=lambda gap: (math.isnan(gap[0]), gap[0]))
-    return f"; the training losses differ by at most {apart:.2g} ({place})"

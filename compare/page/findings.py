@@ -14,7 +14,6 @@ from compare.evidence.occasions import Key, over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
 from compare.evidence.records import ENGINES, Comparison, RunRecord
 from compare.evidence.rows import (
-    Reference,
     phase_differences,
     phase_rows,
     speed_rows,
@@ -63,12 +62,8 @@ ASIDE = "Runs that do not affect the speed verdicts"
 class Report:
     """What a comparison shows."""
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        references: Sequence[Reference] = (),
-    ):
-        self.comparison, self.references = comparison, references
+    def __init__(self, comparison: Comparison):
+        self.comparison = comparison
         # What must be equal, by case and number of workers: of whole runs, and of sides.
         self.facts = {
             place: compare_facts(comparison, *place) for place in comparison.plan.groups()

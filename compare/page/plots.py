@@ -151,46 +151,36 @@ def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
 
 
 def plot_throughput(report: Report, case: str) -> Plot | None:
-    """Show each configuration's speed: over workers, or, where there is only one number of them
-    and nothing published, as bars; None if none was measured. With many workers, or references,
-    both axes are logarithmic."""
+    """Show each configuration's speed: over workers, or, where there is only one number of them, as
+    bars; None if none was measured. With many workers both axes are logarithmic."""
     rows = [row for row in report.speed if row.case == case]
     if not rows:
         return None
-    if len({row.workers for row in rows}) == 1 and not report.references:
+    if len({row.workers for row in rows}) == 1:
         return plot_rates(report, rows)
     names = dict.fromkeys(row.configuration for row in rows)
     speeds = {
         name: {r.workers: r.images_per_second for r in rows if r.configuration == name}
         for name in names
     }
-    sources = {one.name: one.source for one in report.references}
-    speeds |= {one.name: one.images_per_second for one in report.references}
     layers: list[Layer] = []
-    for index, (name, line) in enumerate(speeds.items()):
+    for name, line in speeds.items():
         points, fewest = sorted(line.items()), min(line)
         ideal = [(n, line[fewest] * n / fewest) for n in line]
-        own = report.labels.get(name, name)
+        own = report.labels[name]
         texts = [f"{place_text(own, n)}: {three_digits(rate)} images/s" for n, rate in points]
         layers.append(Layer("line", ideal, MUTED, 1, "1.5 2", key="ideal"))
-        if name in sources:
-            marker = list(MARKERS)[index % len(MARKERS)]
-            layers.append(Layer("line", points, MUTED, 1.6, key=name))
-            layers.append(Layer(marker, points, MUTED, 3, hollow=True, texts=texts, key=name))
-        else:
-            layers += curve(report, name, points, texts, 1.3, 3)
+        layers += curve(report, name, points, texts, 1.3, 3)
     layers += [Layer("line", [(r.workers, r.lowest), (r.workers, r.highest)], INK, 1) for r in rows]
     workers = sorted({n for line in speeds.values() for n in line})
     ticks = [(float(n), str(n)) for n in thinned(workers, 6)]
     _, y = values_of(layers)
-    is_wide = bool(sources) or workers[-1] > 16 * workers[0]
-    grey = "; ".join(f"{name}: {source}" for name, source in sources.items())
+    is_wide = workers[-1] > 16 * workers[0]
     return Plot(
         "throughput",
         "Training throughput",
         "Training images per second of all workers, without the first steps and evaluation. Marks: "
-        "medians; upright lines: the range of the blocks; dotted: ideal scaling."
-        + (f" Grey: {grey}." if grey else ""),
+        "medians; upright lines: the range of the blocks; dotted: ideal scaling.",
         Scale(workers[0] / 1.2, workers[-1] * 1.2, ticks, "workers", is_wide),
         logarithmic(y, "images/s") if is_wide else linear(y, "images/s", zero=True),
         layers,

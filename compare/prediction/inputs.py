@@ -1,7 +1,7 @@
 """What is known of one configuration (model, batch, engine, transport) from its measured runs."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,7 +10,7 @@ import numpy as np
 
 from compare.evidence.profiles import BYTES, RecordedGradients
 from compare.evidence.reading import read_metrics, read_record
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 
 MIB = 1 << 20
@@ -41,8 +41,7 @@ class Inputs:
     fusion_bytes: float = 128.0 * MIB
     cycle_seconds: float = 0.0  # Horovod's: it looks for gradients that often
     negotiates: bool = False  # Horovod: the ranks agree on what is ready
-    cached: bool = True  # by its response cache
-    algorithm: str = "tree"  # of the all-reduce: "ring" | "halving" | "tree" | "two-level"
+    algorithm: str = "tree"  # of the all-reduce: "ring" | "halving" | "tree"
     threads: int = 1  # that compute, of a rank
     cores: int = 1  # of the measured host
     image_bytes: float = 0.0  # read from storage for an image
@@ -86,6 +85,13 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
     sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
     both = [run.phases["forward"] for run in pairs]
     variables = {**of.environment.variables, **of.config.knob_variables}
+    unlike = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1", "HOROVOD_CACHE_CAPACITY": "0"}
+    refuse(
+        *(
+            (variables.get(name) == value, f"{of.folder}: the model knows no {name}={value}")
+            for name, value in unlike.items()
+        )
+    )
     first, cap = of.config.first_bucket_mb, of.config.bucket_cap_mb
     is_horovod, transport = of.environment.engine == "horovod", of.environment.transport.lower()
     return Inputs(
@@ -105,8 +111,8 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
         fusion_bytes=float(variables.get("HOROVOD_FUSION_THRESHOLD", 128 * MIB)),
         cycle_seconds=is_horovod * float(variables.get("HOROVOD_CYCLE_TIME", 1.0)) / 1000,
         negotiates=is_horovod,
-        algorithm=algorithm_of(transport, variables),
-        cached=variables.get("HOROVOD_CACHE_CAPACITY") != "0",
+        # Gloo's ranks stand in a ring; Open MPI halves and doubles; NCCL chooses ring or tree.
+        algorithm={"gloo": "ring", "mpi": "halving"}.get(transport, "tree"),
         threads=of.environment.threads if of.environment.device == "cpu" else 1,  # it feeds a GPU
         cores=of.environment.cores,
         image_bytes=median(run.image_bytes for run in lone),
@@ -126,14 +132,6 @@ def fixed_share(lone: Sequence["MeasuredRun"], smaller: Sequence["MeasuredRun"])
     seconds = [run.phases["forward"] + run.phases["backward"] for run in (*lone, *smaller)]
     slope, least = np.polyfit(batches, seconds, 1)
     return float(np.clip(least / (least + slope * lone[0].batch_size), 0, 1))
-
-
-def algorithm_of(transport: str, variables: Mapping[str, str]) -> str:
-    """How messages are added up: Gloo's ranks stand in a ring; Open MPI halves and doubles; NCCL
-    chooses between ring and tree."""
-    if transport == "nccl" and variables.get("HOROVOD_HIERARCHICAL_ALLREDUCE") == "1":
-        return "two-level"
-    return {"gloo": "ring", "mpi": "halving"}.get(transport, "tree")
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,7 @@ def allreduce(
     hosts cost the latency there. Of other numbers halving leaves some ranks out, for which a
     neighbour works: half a message goes both ways, and one and a half go one way. A double binary
     tree has 2 log2(n) rounds, too, and sends the whole message twice (Sanders et al. 2009), at a
-    little less than a ring's rate. NCCL takes the faster of ring and tree for each size. Two levels
-    send as much as a ring within a host, and 2 (h - 1) / h of it between hosts.
+    little less than a ring's rate. NCCL takes the faster of ring and tree for each size.
     """
     hosts, own, workers = cluster.hosts, cluster.workers_per_host, cluster.workers
     within, between = cluster.network.within, cluster.network.between
@@ -87,13 +86,6 @@ def allreduce(
     if inputs.algorithm == "tree":
         by_tree = tree, 2 * size * seconds_per_byte / TREE_RATE
         latency, wire = min((ring, wire), by_tree, key=sum)
-    if inputs.algorithm == "two-level":
-        latency = min(ring, tree)
-        if hosts > 1:
-            inside, outside = 2 * (own - 1) / own * size, 2 * (hosts - 1) / hosts * size
-            wire = inside / within.bytes_per_second + outside / between.bytes_per_second
-            cpu = inside * within.cpu_seconds_per_byte
-            cpu += outside / own * between.cpu_seconds_per_byte
     factor = inputs.exchange_factor
     return (
         # Waiting for each other, once a message however many rounds it has.
@@ -155,12 +147,9 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
 
 def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:
     """Seconds until Horovod's ranks agree on what is ready, by MPI or Gloo, never by NCCL: an
-    all-reduce of a few bits; without its response cache rank 0 asks each."""
+    all-reduce of a few bits."""
     cluster = replace(cluster, network=cluster.network.control or cluster.network)
-    latency = allreduce(inputs, cluster, 0.0, scale)[0]
-    link = cluster.network.between if cluster.hosts > 1 else cluster.network.within
-    asking = 0 if inputs.cached else 2 * (cluster.workers - 1) * link.latency_seconds
-    return inputs.negotiates * (latency + asking * inputs.exchange_factor * scale["latency"])
+    return inputs.negotiates * allreduce(inputs, cluster, 0.0, scale)[0]
 
 
 def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
