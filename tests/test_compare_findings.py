@@ -495,17 +495,6 @@ def test_with_one_worker_no_communication_is_to_blame(tmp_path):
     assert "the engine&#x27;s own work" in plot.svg or "the engine's own work" in plot.svg
 
 
-def test_what_was_sent_stands_beside_the_time_that_it_cost(tmp_path):
-    comparison = by_turns(tmp_path / "compare-1", SPEEDS, workers=4)
-    for run in comparison.runs:
-        change(run.summary, gradient_bytes=40_000_000)
-    row, _ = phase_rows(comparison)
-    exposed = row.seconds["exposed_communication_seconds"]
-    # 2 (n - 1) / n of the gradients
-    assert (row.sent_bytes, row.exposed_bandwidth) == (6e7, pytest.approx(6e7 / exposed))
-    assert "sent / exposed" in render_page(Report(comparison))
-
-
 def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
     plan = {"configurations": ("ddp-torchrun",), "left_out": ("horovod-mpi", "mpi4py-mpirun")}
     comparison = compare(tmp_path, **plan)

@@ -43,7 +43,6 @@ def browser():
 
 PLANS = {
     "two engines": a_plan(),
-    "null test": a_plan(workers=(2,), null=True, blocks=8),
     "cases": a_plan(
         configurations=("ddp-torchrun", "ddp-mpirun", "horovod-gloo"),
         cases={"resnet50": (), "vgg16": ("--arch", "vgg16")},
@@ -77,7 +76,7 @@ def pages(tmp_path_factory):
     return paths
 
 
-NAMES = [*PLANS, "square", "troubles", "side by side"]
+NAMES = ["cases", "one configuration", "square", "troubles", "side by side"]
 
 
 @contextmanager

@@ -67,11 +67,6 @@ def are_in_order(text: str, *words: str) -> bool:
     return places == sorted(places)
 
 
-def test_a_fingerprint_field_that_one_engine_lacks_forbids_the_verdict(folder, capsys):
-    edit_fingerprint(folder / "block-1/ddp-torchrun-1", "new_policy", "on")
-    assert "new_policy: on (ddp-torchrun), absent (horovod-mpi)" in report_text(folder, capsys)
-
-
 def test_unequal_weights_are_told(folder, capsys):
     text = report_text(folder, capsys)
     assert text.count("bit-equal") == 1

@@ -160,7 +160,7 @@ def test_at_one_number_of_workers_throughput_is_bars_with_intervals(square):
     for drawn, line, row in zip(bars, lines, speed_rows(square), strict=True):
         (start, _), _, (end, _) = drawn.points
         [(low, _), (high, _)] = line.points
-        assert start == 0 and low < end == row.images_per_second < high
+        assert start == 0 and 0 < low < end == row.images_per_second < high
 
 
 def test_blocks_whose_ratios_resemble_those_before_are_named(tmp_path):

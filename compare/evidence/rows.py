@@ -33,7 +33,7 @@ class SpeedRow(CellRow):
     images_per_second: float  # over all blocks: images over seconds, of turns or whole runs
     lowest: float
     highest: float
-    interval: tuple[float, float] | tuple[()]  # of the blocks' mean; empty from too few
+    mean: Estimate  # over the blocks, with its interval
     scaling: Estimate | None  # images/s a worker over that at the fewest workers, block by block
     cpu_ms_per_image: float
     blocks: int
@@ -86,14 +86,13 @@ def speed_rows(comparison: Comparison) -> list[SpeedRow]:
             confidence=comparison.confidence,
         ) if common else None  # fmt: skip
         planned = sum(run.cell == cell for run in comparison.runs)
-        _, low, high = mean_interval([*rates.values()], comparison.confidence)
         rows.append(
             SpeedRow(
                 **place(cell),
                 images_per_second=speed,
                 lowest=min(rates.values()),
                 highest=max(rates.values()),
-                interval=(low, high) if low is not None and high is not None else (),
+                mean=estimate_logs([*map(math.log, rates.values())], comparison.confidence),
                 scaling=scaling,
                 cpu_ms_per_image=fmean(
                     1000 / one.rate(name, work_per_cpu_second) for one in blocks
@@ -183,14 +182,6 @@ class PhaseRow(CellRow):
 
     seconds: dict[str, Any]
     images_per_step: float
-    sent_bytes: float | None = None  # by each worker in a step, if its all-reduce is a ring
-
-    @property
-    def exposed_bandwidth(self) -> float | None:
-        """What was sent over the exposed time, bytes/s: no link was faster, since what overlaps
-        with the backward pass took time as well."""
-        exposed = self.seconds.get("exposed_communication_seconds")
-        return self.sent_bytes / exposed if self.sent_bytes and exposed and exposed > 0 else None
 
 
 def phases_by_block(comparison: Comparison, cell: CellKey) -> dict[int, dict[str, float]]:
@@ -214,15 +205,12 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
     rows = []
     for cell in comparison.cells:
         if blocks := [*phases_by_block(comparison, cell).values()]:
-            gradients = [one.summary.gradient_bytes or 0 for one in comparison.complete_runs(cell)]
-            share = 2 * (cell[1] - 1) / cell[1]  # of a ring: nccl-tests, doc/PERFORMANCE.md
             names = [name for name in blocks[0] if all(name in block for block in blocks)]
             rows.append(
                 PhaseRow(
                     **place(cell),
                     seconds={name: fmean(block[name] for block in blocks) for name in names},
                     images_per_step=images_per_step(comparison, cell),
-                    sent_bytes=share * max(gradients, default=0) or None,
                 )
             )
     return rows
@@ -259,7 +247,7 @@ def phase_differences(
                     if all(name in pair for pair in pairs)
                 }
                 names = f"{first.configuration} − {second.configuration}"
-                row = replace(first, configuration=names, seconds=seconds, sent_bytes=None)
+                row = replace(first, configuration=names, seconds=seconds)
                 differences.append(row)
     return differences
 

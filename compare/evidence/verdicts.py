@@ -1,7 +1,6 @@
 """Verdicts: which of two configurations is faster, within a case and a number of workers."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -92,25 +91,26 @@ class Verdict:
         return f"{place}: " if self.case else f"At {place} " if self.workers else ""
 
     @property
-    def of(self) -> str:
-        """What the ratio is of; a transport that both have is said once."""
+    def names(self) -> tuple[str, str, str]:
+        """Both sides in words, and the transport that both have, which is then in neither."""
         (first, _, over), (second, _, other) = (
             label.partition(" over ") for label in (self.first_label, self.second_label)
         )
-        same = over == other != "" and first != second
-        return (
-            f"{first} / {second} over {over}"
-            if same
-            else (f"{self.first_label} / {self.second_label}")
-        )
+        if first != second and over == other and over.isalnum():
+            return first, second, over
+        return self.first_label, self.second_label, ""
+
+    @property
+    def of(self) -> str:
+        """What the ratio is of."""
+        first, second, over = self.names
+        return f"{first} / {second}{f' over {over}' if over else ''}"
 
     def headline(self, is_placed: bool) -> str:
         """Say the verdict in one plain sentence, without figures."""
-        pair = re.fullmatch(r"(.+) / (.+) over (\S+)", self.of)
-        if pair is None or " over " in pair[1]:
-            return self.said(self.claim(self.first_label, self.second_label), is_placed)
-        claim = self.claim(pair[1], pair[2])
-        return self.said(f"over the same transport, {pair[3]}, {claim}", is_placed)
+        first, second, over = self.names
+        claim = self.claim(first, second)
+        return self.said(f"over the same transport, {over}, {claim}" if over else claim, is_placed)
 
     def sentence(self) -> str:
         """Say the verdict with its place and figures, or why there is none."""
@@ -311,12 +311,10 @@ def interaction(
     transport by that over the other. None without a square whose corners the judged pairs connect,
     or where more differs: only of these it is known that nothing else does."""
     corners = [*comparison.square.values()]
-    edges = {
-        frozenset((one.first, one.second))
-        for one in verdicts
-        if {one.first, one.second} <= {*corners} and one.speed is not None
-    }
-    if len(edges) < 3 or len(frozenset().union(*edges)) < 4:  # three that reach all connect all
+    known = [
+        one for one in verdicts if {one.first, one.second} <= {*corners} and one.speed is not None
+    ]
+    if len(known) < 3:  # which connect all four
         return None
     powers = dict(zip(corners, (1, -1, -1, 1), strict=True))
     blocks = [one for one in comparison.blocks(case, workers) if {*corners} <= {*one.order}]

@@ -206,7 +206,8 @@ class Plot:
             _, y = place(self.x.low, row.y)
             # With a rim of paper, so that no line runs through it.
             rim = f' stroke="{PAPER}" stroke-width="3" paint-order="stroke"'
-            drawn += write(0, y - 9, shortened(row.name), "start", INK, rim)
+            room = WIDTH - text_width(row.value) - 8
+            drawn += write(0, y - 9, shortened(row.name, room), "start", INK, rim)
             drawn += write(WIDTH, y - 9, row.value, "end", MUTED)
         kept = "".join(hits[:: -(-len(hits) // MAX_HITS) or 1])
         height = bottom + LINE + (LINE + 3 if self.x.label else 0) + 3
@@ -225,7 +226,7 @@ class Plot:
                 entries.setdefault(layer.key, {}).setdefault(layer.kind, layer)
         text, x, y = "", 0.0, LINE / 2 + 1
         for key, layers in entries.items():
-            label = shortened(key)
+            label = shortened(key, WIDTH - 30)
             width = 30 + text_width(label)
             if x and x + width > WIDTH:
                 x, y = 0.0, y + LINE + 1
@@ -283,9 +284,9 @@ def text_width(text: str) -> float:
     return (0.66 * len(text) - 0.26 * narrow + 0.29 * wide) * FONT_SIZE
 
 
-def shortened(text: str) -> str:
-    """Cut a text that is broader than the picture."""
-    while text_width(text) > WIDTH - 30:
+def shortened(text: str, width: float) -> str:
+    """Cut a text that is broader than its room."""
+    while text_width(text) > width:
         text = f"{text[:-2]}…"
     return text
 

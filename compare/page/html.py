@@ -14,7 +14,7 @@ from compare.evidence.records import Comparison
 from compare.evidence.words import count, place_text, short
 from compare.page import plots
 from compare.page.chart import css_variables
-from compare.page.findings import ASIDE, ENVIRONMENT, Report, SideBySide, values_text
+from compare.page.findings import ASIDE, Report, SideBySide
 from compare.page.tables import all_tables, side_by_side_tables, square_tables
 
 
@@ -42,7 +42,6 @@ def render_page(report: Report) -> str:
         plots=plots.draw_plots(report),
         commands=commands(comparison),
         has_prediction=(comparison.folder / "prediction.html").exists(),
-        environment={name: values_text(comparison, name) for name in ENVIRONMENT},
     )
 
 

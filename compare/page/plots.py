@@ -195,7 +195,8 @@ def plot_rates(report: Report, rows: Sequence[SpeedRow]) -> Plot:
         told = f"{three_digits(rate)} {unit}/s"
         colour = line_style(report, row.configuration)[1]
         layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {told}"))
-        layers.append(Layer("line", [(end, y + 0.14) for end in row.interval], INK, 1.6))
+        ends = [(end, y + 0.14) for end in (row.mean.low, row.mean.high) if end is not None]
+        layers.append(Layer("line", ends, INK, 1.6))
         named.append(PlotRow(y, name, told))
     return row_plot(
         "throughput",
@@ -211,7 +212,7 @@ def plot_rates(report: Report, rows: Sequence[SpeedRow]) -> Plot:
 
 def plot_drift(report: Report, case: str) -> Plot | None:
     """Show speed over the blocks, in the order in which they ran, of the turns that count alone;
-    None if none was measured."""
+    None where there is no second one."""
     layers: list[Layer] = []
     cells = [cell for cell in report.comparison.cells if cell[0] == case]
     mark, unit = 0 if report.comparison.is_by_turns else 2, report.comparison.unit
@@ -227,7 +228,7 @@ def plot_drift(report: Report, case: str) -> Plot | None:
         texts = [f"{own}, block {x:.2f}: {y:,.4g} {unit}/s" for x, y in points]
         layers += curve(report, name, points, texts, 1.1, mark)
     x, y = values_of(layers)
-    if not x:
+    if len({*x}) < 2:
         return None
     return Plot(
         "drift",

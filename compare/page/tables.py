@@ -199,14 +199,6 @@ def seconds_of(field: str, row: PhaseRow) -> Any:
     return TableCell(f"{1000 * mean:+.1f}".replace("-", "−"), 1000 * mean, width)
 
 
-SENT = (
-    Column("sent, MB", lambda row: row.sent_bytes, "{:,.1f}", scale=1e-6, is_optional=True,
-           note="Sent: by each worker in a step, if the all-reduce is a ring. Over the exposed "
-           "time that is the most that the links can have carried."),
-    Column("sent / exposed, GB/s", lambda row: row.exposed_bandwidth, scale=1e-9, is_optional=True),
-)  # fmt: skip
-
-
 def all_tables(report: Report) -> list[Table]:
     """Return the tables in their order: speed first, and apart from it whole trainings."""
     is_by_turns, trainings = report.comparison.is_by_turns, report.trainings
@@ -230,7 +222,7 @@ def all_tables(report: Report) -> list[Table]:
         cell_table(report, f"Whole trainings, {'one' if most == 1 else most} each",
                    TRAININGS, trainings, unused),
         cell_table(report, "A step's time by phase, ms",
-                   (*phase_columns(), *SENT), report.phases, phases),
+                   phase_columns(), report.phases, phases),
         cell_table(report, "Where a difference is, ms",
                    phase_columns(), report.phase_differences, differences),
         cell_table(report, "Resources", costs, trainings, is_detail=not has_rungs),
