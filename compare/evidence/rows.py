@@ -61,7 +61,7 @@ class TrainingRow(Energy, Input, CellRow):
     staleness: float | None  # of a parameter server, in updates
 
 
-def place(cell: CellKey) -> dict[str, Any]:
+def fields_of(cell: CellKey) -> dict[str, Any]:
     """Return the fields that say which cell a row is of."""
     return dict(zip(("case", "workers", "configuration"), cell, strict=True))
 
@@ -88,7 +88,7 @@ def speed_rows(comparison: Comparison) -> list[SpeedRow]:
         planned = sum(run.cell == cell for run in comparison.runs)
         rows.append(
             SpeedRow(
-                **place(cell),
+                **fields_of(cell),
                 images_per_second=speed,
                 lowest=min(rates.values()),
                 highest=max(rates.values()),
@@ -106,19 +106,22 @@ def speed_rows(comparison: Comparison) -> list[SpeedRow]:
 
 def training_rows(comparison: Comparison) -> list[TrainingRow]:
     """Return what the whole trainings of each cell show."""
-    digests: dict[tuple[int, str, int], dict[str, str]] = {}
-    for run in comparison.complete:
-        group = digests.setdefault((run.block, run.case, run.workers), {})
-        group[run.configuration] = run.summary.weights_sha256
+    first = next(iter(comparison.configurations))
+    firsts = {
+        (run.block, run.case, run.workers): run.summary.weights_sha256
+        for run in comparison.complete
+        if run.configuration == first
+    }
     rows = []
     for cell in comparison.cells:
         if not (runs := comparison.complete_runs(cell)):
             continue
         measured = [figures_of(run) for run in runs]
-        groups = [digests[run.block, run.case, run.workers] for run in runs]
-        own = [run.summary.weights_sha256 for run in runs]
-        firsts = [group.get(next(iter(comparison.configurations))) for group in groups]
-        equal = [one == first for one, first in zip(own, firsts, strict=True) if first]
+        equal = [
+            run.summary.weights_sha256 == firsts[place]
+            for run in runs
+            if (place := (run.block, run.case, run.workers)) in firsts
+        ]
         weights = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
         memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
         medians = {name: median_or_none([one[name] for one in measured]) for name in measured[0]}
@@ -130,7 +133,7 @@ def training_rows(comparison: Comparison) -> list[TrainingRow]:
         ]
         rows.append(
             TrainingRow(
-                **place(cell),
+                **fields_of(cell),
                 **medians,  # type: ignore[arg-type]  # None only where that may be
                 weights=weights if equal else "–",
                 runs=len(runs),
@@ -208,7 +211,7 @@ def phase_rows(comparison: Comparison) -> list[PhaseRow]:
             names = [name for name in blocks[0] if all(name in block for block in blocks)]
             rows.append(
                 PhaseRow(
-                    **place(cell),
+                    **fields_of(cell),
                     seconds={name: fmean(block[name] for block in blocks) for name in names},
                     images_per_step=images_per_step(comparison, cell),
                 )

@@ -244,21 +244,18 @@ class SideBySide:
         self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
         # In what the comparisons differ, beside the order and the noise of their runs: a value of
         # each, several of one joined.
-        methods = [one.plan.measure for one in comparisons]
-        self.differences: dict[str, Sequence[str]] = {}
-        if len(set(methods)) > 1:
-            self.differences["measured by"] = methods
-        scripts = [json.dumps(one.plan.scripts, sort_keys=True)[:60] for one in comparisons]
-        if len({json.dumps(one.plan.scripts, sort_keys=True) for one in comparisons}) > 1:
-            self.differences["scripts"] = scripts
         settings = dict.fromkeys(
             name for one in comparisons for run in one.written
             for name in run.config.flags | run.environment.variables
+            if name not in NOT_SETTINGS
         )  # fmt: skip
+        told: dict[str, Sequence[str]] = {
+            "measured by": [one.plan.measure for one in comparisons],
+            "scripts": [json.dumps(one.plan.scripts, sort_keys=True) for one in comparisons],
+        }
         for name in dict.fromkeys((*ENVIRONMENT, *settings)):
-            values = [without_paths(values_text(one, name)) for one in comparisons]
-            if len(set(values)) > 1 and name not in NOT_SETTINGS:
-                self.differences[name] = values
+            told[name] = [without_paths(values_text(one, name)) for one in comparisons]
+        self.differences = {name: values for name, values in told.items() if len({*values}) > 1}
         others = [name for name, values in self.differences.items() if asks_other(name, values)]
         pooled = over_occasions([report.ratios for report in reports])
         self.occasions = [] if others else pooled

@@ -1,6 +1,6 @@
 """What others published, beside what the model says with inputs that are assumed.
 
-python -m compare.prediction.published         the table of docs/prediction.md
+python tests/published_scaling.py         the table of docs/prediction.md
 """
 
 from tabulate import tabulate
@@ -70,12 +70,6 @@ def cases() -> list[tuple[Row, int, float, Prediction, float]]:
         alone = steps[base].step_seconds
         found += [(row, n, share, steps[n], alone) for n, share in efficiencies.items()]
     return found
-
-
-def number_above() -> tuple[int, int]:
-    """In how many published cases the model's efficiency is above, and how many there are."""
-    above = [alone / step.step_seconds > share for _, _, share, step, alone in cases()]
-    return sum(above), len(above)
 
 
 def table() -> str:
