@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -100,11 +101,10 @@ def predict(
     )
     known = configurations(runs)
     settings = training_of(settings, [*known.values()])
-    places = {name: clusters(inputs, settings) for name, inputs in known.items()}
-    fitted = {name: fit(inputs, places[name][0].network) for name, inputs in known.items()}
+    charts = {name: chart_of(inputs, settings) for name, inputs in known.items()}
     tables = {
-        name: [row_of(step, one, settings) for one, step in steps(inputs, places[name], settings)]
-        for name, inputs in fitted.items()
+        name: [row_of(step, one, settings) for one, step in chart[settings.network]]
+        for name, chart in charts.items()
     }
     texts = {
         name: [
@@ -124,8 +124,9 @@ def predict(
         past_error(),
     ]
     if html:
-        charts = {name: chart_of(inputs, settings) for name, inputs in known.items()}
-        replace_file(html, render_prediction(texts, charts, said))
+        plots = {name: plot_efficiency(name, chart) for name, chart in charts.items()}
+        page = template("prediction.html.jinja")
+        replace_file(html, page.render(tables=texts, plots=plots, sentences=said))
         said = [*said, f"Written: {html}"]
     return lines + said
 
@@ -215,31 +216,22 @@ def network_of(inputs: Inputs, settings: Forecast) -> Network:
     return replace(network, between=between)
 
 
-def clusters(inputs: Inputs, settings: Forecast) -> list[Cluster]:
-    """1, 2, 4, ... workers, filling a host before the next."""
-    network, own = network_of(inputs, settings), settings.workers_per_host
-    storage, cores = settings.storage_gbyte_per_s * 1e9, settings.cores_per_host or inputs.cores
-    sizes = [2**power for power in range(int(math.log2(MOST)) + 1)]
-    return [Cluster(math.ceil(n / own), min(n, own), cores, network, 1, storage) for n in sizes]
-
-
-def steps(inputs: Inputs, places: Sequence[Cluster], settings: Forecast) -> Steps:
-    """The step at each size at which a worker has an image or more."""
-    batch = settings.global_batch
-    return [
-        (one, predict_step(at_batch(inputs, batch / one.workers) if batch else inputs, one))
-        for one in places
-        if not batch or batch >= one.workers
-    ]
-
-
 def chart_of(inputs: Inputs, settings: Forecast) -> dict[str, Steps]:
-    """The steps over sizes, by network: the chosen one and, unless it was measured, others."""
+    """The steps at 1, 2, 4, ... workers, which fill a host before the next and have an image each,
+    by network: the chosen one and, unless it was measured, others."""
     others = () if settings.collectives else ON_GPUS if inputs.transport == "nccl" else ON_CPUS
-    chart = {}
+    batch, own = settings.global_batch, settings.workers_per_host
+    storage, cores = settings.storage_gbyte_per_s * 1e9, settings.cores_per_host or inputs.cores
+    chart: dict[str, Steps] = {}
     for name in dict.fromkeys([settings.network, *others]):
-        places = clusters(inputs, replace(settings, network=name))
-        chart[name] = steps(fit(inputs, places[0].network), places, settings)
+        network = network_of(inputs, replace(settings, network=name))
+        fitted = fit(inputs, network)
+        chart[name] = [
+            (one, predict_step(at_batch(fitted, batch / n) if batch else fitted, one))
+            for n in (2**power for power in range(int(math.log2(MOST)) + 1))
+            for one in [Cluster(math.ceil(n / own), min(n, own), cores, network, 1, storage)]
+            if not batch or batch >= n
+        ]
     return chart
 
 
@@ -272,29 +264,27 @@ def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
             lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
         rivals[name.rpartition(", ")[0]].append(name)  # of one model and batch
     for names in rivals.values():
-        before = ""
-        for at, size in enumerate(tables[names[0]][1:] if len(names) > 1 else (), start=1):
-            own = {name: tables[name][at] for name in names}
-            first, *others = sorted(names, key=lambda name: own[name]["step, ms"])
-            is_apart = all(own[first]["high"] < own[name]["low"] for name in others)
-            now = f"{first} is the fastest" if is_apart else f"none of {len(names)} clearly is"
-            if now != before:
-                lines.append(f"From {size['workers']} workers on {now}.")
-            before = now
+        by_size = [
+            dict(zip(names, own, strict=True))
+            for own in zip(*(tables[name] for name in names), strict=False)
+        ]
+        told = [("", "")] + [(own[names[0]]["workers"], fastest(own)) for own in by_size[1:]]
+        lines += [
+            f"From {size} workers on {now}."
+            for (_, before), (size, now) in pairwise(told)
+            if now != before and len(names) > 1
+        ]
     return lines
 
 
+def fastest(own: dict[str, dict[str, float]]) -> str:
+    """Which of these takes the shortest step, if its interval is apart from the others'."""
+    first, *others = sorted(own, key=lambda name: own[name]["step, ms"])
+    is_apart = all(own[first]["high"] < own[name]["low"] for name in others)
+    return f"{first} is the fastest" if is_apart else f"none of {len(own)} clearly is"
+
+
 # -- The page: tables, and a chart over sizes for several networks ---------------------------------
-
-
-def render_prediction(
-    tables: dict[str, list[dict[str, str]]],
-    charts: dict[str, dict[str, Steps]],
-    sentences: Sequence[str],
-) -> str:
-    """Return the page, by configuration: no request goes out of it."""
-    plots = {name: plot_efficiency(name, chart) for name, chart in charts.items()}
-    return template("prediction.html.jinja").render(tables=tables, plots=plots, sentences=sentences)
 
 
 def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
