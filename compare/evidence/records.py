@@ -186,13 +186,11 @@ def recorded_comparison(results: Path) -> Path | None:
 
 
 def find_comparison(path: Path) -> Path:
-    """Return the comparison that a user's path means: its own folder, or what lies in it; UserError
-    if there is none."""
+    """Return the comparison that a user's path means, which is its folder or a file in it;
+    UserError if there is none."""
     folder = path if path.is_dir() else path.parent
-    here = folder.resolve()
-    for candidate in (here, *here.parents[:3]):  # block-1/CASE/CONFIGURATION-2 lies three below
-        if path.exists() and (candidate / "plan.json").exists():
-            return folder if candidate == here else candidate
+    if path.exists() and (folder / "plan.json").exists():
+        return folder
     what = "holds no plan.json, so that it is no comparison" if path.exists() else "does not exist"
     raise UserError(
         f"{path} {what}: give the path of one, as in `python compare/report.py runs/compare-...`, "

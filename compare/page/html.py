@@ -1,6 +1,7 @@
 """The report as one self-contained HTML page."""
 
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from compare.evidence.records import Comparison
 from compare.evidence.words import count, place_text, short
 from compare.page import plots
 from compare.page.chart import css_variables
-from compare.page.findings import ASIDE, Report, SideBySide
+from compare.page.findings import ASIDE, ENVIRONMENT, Report, SideBySide
 from compare.page.tables import all_tables, side_by_side_tables, square_tables
 
 
@@ -36,7 +37,8 @@ def render_page(report: Report) -> str:
         verdict_plot=plots.plot_verdicts(verdicts),
         squares=square_tables(report),
         places=len(report.facts),
-        facts=fact_lines(told),
+        machine=fact_lines(fact for fact in told if fact.field in ENVIRONMENT),
+        settings=fact_lines(fact for fact in told if fact.field not in ENVIRONMENT),
         varied=fact_lines(varied),
         tables=all_tables(report),
         plots=plots.draw_plots(report),
@@ -71,15 +73,13 @@ def unbroken(command: str) -> Markup:
 def fact_lines(facts: Iterable[Fact]) -> list[dict[str, Any]]:
     """Arrange facts for the page: a line for each field, unequal ones first; of these in what runs
     differ, with its place."""
-    by_field: dict[str, dict[tuple[str, int], Fact]] = {}
+    by_field = defaultdict[str, list[Fact]](list)
     for fact in facts:
-        own, place = by_field.setdefault(fact.field, {}), (fact.case, fact.workers)
-        if place not in own or not own[place].unequal_blocks:  # of whole runs and of sides
-            own[place] = fact
+        by_field[fact.field].append(fact)
     lines = []
     for field, own in by_field.items():
-        unequal = [fact for fact in own.values() if fact.unequal_blocks]
-        texts = dict.fromkeys(fact_text(fact) for fact in unequal or own.values())
+        unequal = [fact for fact in own if fact.unequal_blocks]
+        texts = dict.fromkeys(fact_text(fact) for fact in unequal or own)
         text = "; ".join(filter(None, texts)) or "none"
         lines.append({"field": field, "text": text, "is_equal": not unequal})
     return sorted(lines, key=lambda line: line["is_equal"])
@@ -89,7 +89,7 @@ def fact_text(fact: Fact) -> str:
     """Say what runs have in common, or in what they differ."""
     if fact.unequal_blocks:
         return f"{difference_text(fact).split(': ', 1)[1]} ({place_text(fact.case, fact.workers)})"
-    return short(fact.rows[0].value) + (", another in each block" * (not fact.is_same))
+    return short(fact.rows[0].value) + (", another in each block" * fact.is_of_block)
 
 
 def commands(comparison: Comparison) -> list[tuple[str, str]]:

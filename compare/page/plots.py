@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from compare.evidence.paired import Estimate
 from compare.evidence.records import RunRecord
 from compare.evidence.rows import PhaseRow, SpeedRow
 from compare.evidence.verdicts import Verdict
@@ -131,20 +132,22 @@ def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
     """Return what a verdict's row shows: interval and ratios, below its name."""
     speed, margin = verdict.speed, verdict.margin
     assert speed is not None
-    layers = [
-        bar(1 / (1 + margin), 1 + margin, y + 0.175, GRID, 0.65 * ROW_HEIGHT, 0.7),
-        Layer("line", [(1, y - 0.15), (1, y + 0.5)], MUTED, 1, "3 2"),
-    ]
-    told = f"{name}: {ratio_text(speed)}"
-    if speed.low is not None and speed.high is not None:
-        layers.append(Layer("line", [(speed.low, y), (speed.high, y)], INK, 1.6))
-        told += f", {interval_text(speed)}"
-    texts = [f"{told}, {verdict.decision}"]
-    layers.append(Layer("diamond", [(speed.ratio, y)], INK, 3.4, texts=texts))
+    told = filter(None, [ratio_text(speed), interval_text(speed), verdict.decision])
     rings = [(ratio, y + 0.26) for ratio in thinned(speed.ratios, MAX_RINGS)]
     blocks = [f"{name}, ratio of a block: {ratio:.3f}" for ratio, _ in rings]
-    layers.append(Layer("circle", rings, MUTED, 2, hollow=True, texts=blocks))
-    return layers
+    return [
+        bar(1 / (1 + margin), 1 + margin, y + 0.175, GRID, 0.65 * ROW_HEIGHT, 0.7),
+        Layer("line", [(1, y - 0.15), (1, y + 0.5)], MUTED, 1, "3 2"),
+        interval_line(speed, y),
+        Layer("diamond", [(speed.ratio, y)], INK, 3.4, texts=[f"{name}: {', '.join(told)}"]),
+        Layer("circle", rings, MUTED, 2, hollow=True, texts=blocks),
+    ]
+
+
+def interval_line(estimate: Estimate, y: float) -> Layer:
+    """Return an interval along the x axis, if there is one."""
+    ends = [(end, y) for end in (estimate.low, estimate.high) if end is not None]
+    return Layer("line", ends, INK, 1.6)
 
 
 # ------------------------------------------------------------------------------------------ speed
@@ -195,8 +198,7 @@ def plot_rates(report: Report, rows: Sequence[SpeedRow]) -> Plot:
         told = f"{three_digits(rate)} {unit}/s"
         colour = line_style(report, row.configuration)[1]
         layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {told}"))
-        ends = [(end, y + 0.14) for end in (row.mean.low, row.mean.high) if end is not None]
-        layers.append(Layer("line", ends, INK, 1.6))
+        layers.append(interval_line(row.mean, y + 0.14))
         named.append(PlotRow(y, name, told))
     return row_plot(
         "throughput",

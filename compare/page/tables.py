@@ -289,35 +289,35 @@ def square_tables(report: Report) -> list[Table]:
 
 def square_table(report: Report, case: str, workers: int) -> Table:
     """Return the square of one case at one number of workers."""
-    corners = report.comparison.square
-    here = [v for v in report.verdicts if (v.case, v.workers) == (case, workers) and v.speed]
+    corners, place = report.comparison.square, (case, workers)
     rates = {
         row.configuration: f"{three_digits(row.images_per_second)} images/s"
         for row in report.speed
-        if (row.case, row.workers) == (case, workers)
+        if (row.case, row.workers) == place
     }
-    ratios = {(v.first, v.second): v.speed for v in here}
-    ratios |= {(v.second, v.first): v.speed.inverse() for v in here if v.speed}
+    ratios = {
+        (v.first, v.second): v.speed
+        for v in report.verdicts
+        if (v.case, v.workers) == place and v.speed
+    }
+    ratios |= {(second, first): speed.inverse() for (first, second), speed in ratios.items()}
     one, other = dict.fromkeys(engine for engine, _ in corners)
     new, base = dict.fromkeys(transport for _, transport in corners)
-
-    def ratio(found: Estimate | None) -> TableCell:
-        places = max(3, digits(found)) if found else 0
-        return Column("", lambda row: row, f"{{:.{places}f}}").cell(found)
-
-    lines: list[tuple[Any, ...]] = []
-    for engine in (one, other):
-        over_base, over_new = corners[engine, base], corners[engine, new]
-        effect = ratio(ratios.get((over_new, over_base)))
-        name = TableCell(ENGINES[engine], series=-1)
-        lines.append((name, rates.get(over_base), rates.get(over_new), effect))
-    named = TableCell(f"{ENGINES[one]} / {ENGINES[other]}", series=-1)
-    pairs = [(corners[one, over], corners[other, over]) for over in (base, new)]
+    lines: list[tuple[Any, ...]] = [
+        (
+            TableCell(ENGINES[engine], series=-1),
+            rates.get(corners[engine, base]),
+            rates.get(corners[engine, new]),
+            ratio_cell(ratios.get((corners[engine, new], corners[engine, base]))),
+        )
+        for engine in (one, other)
+    ]
     lines.append(
         (
-            named,
-            *(ratio(ratios.get(pair)) for pair in pairs),
-            ratio(report.interactions.get((case, workers))),
+            TableCell(f"{ENGINES[one]} / {ENGINES[other]}", series=-1),
+            ratio_cell(ratios.get((corners[one, base], corners[other, base]))),
+            ratio_cell(ratios.get((corners[one, new], corners[other, new]))),
+            ratio_cell(report.interactions.get(place)),
         )
     )
     heads = ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
@@ -331,6 +331,12 @@ def square_table(report: Report, case: str, workers: int) -> Table:
         lines,
         (False, False, True),
     )
+
+
+def ratio_cell(found: Estimate | None) -> TableCell:
+    """Return a ratio with its interval, with decimals enough that no bound reads 1 which is not."""
+    places = max(3, digits(found)) if found else 0
+    return Column("", lambda row: row, f"{{:.{places}f}}").cell(found)
 
 
 def side_by_side_tables(both: SideBySide) -> list[Table]:
