@@ -109,19 +109,16 @@ def report(options: argparse.Namespace) -> None:
         print("\n\n".join(filter(None, parts)), flush=True)
     elif note:
         print(note, file=sys.stderr)
+    if page == DEFAULT:
+        page = folders[0] / "report.html"
     for path, made in (
         (options.markdown, partial(text.as_text, markdown=True)),
         (options.csv, text.as_csv),
         (options.json, text.as_json),
+        (page, as_page),
     ):
         if path:
             write(path, made(reports), options)
-    if page:
-        from compare.page.html import render_page, render_side_by_side
-
-        path = folders[0] / "report.html" if page == DEFAULT else page
-        content = render_page(reports[0]) if is_single else render_side_by_side(reports)
-        write(path, content, options)
     if plots:
         from compare.page.chart import standalone
         from compare.page.plots import all_plots
@@ -129,6 +126,13 @@ def report(options: argparse.Namespace) -> None:
         folder = folders[0] / "plots" if plots == DEFAULT else plots
         for plot in all_plots(reports[0]):
             write(folder / f"{plot.name}.svg", standalone(plot.svg), options)
+
+
+def as_page(reports: list[Any]) -> str:
+    """Return the page; Jinja is needed for it alone."""
+    from compare.page.html import render_page, render_side_by_side
+
+    return render_page(reports[0]) if len(reports) == 1 else render_side_by_side(reports)
 
 
 def find_comparisons(paths: list[Path]) -> tuple[list[Path], str]:

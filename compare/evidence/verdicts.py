@@ -85,12 +85,6 @@ class Verdict:
         return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
 
     @property
-    def place(self) -> str:
-        """Where it was measured, as the beginning of a sentence."""
-        place = place_text(self.case, self.workers)
-        return f"{place}: " if self.case else f"At {place} " if self.workers else ""
-
-    @property
     def names(self) -> tuple[str, str, str]:
         """Both sides in words, and the transport that both have, which is then in neither."""
         (first, _, over), (second, _, other) = (
@@ -126,8 +120,9 @@ class Verdict:
 
     def said(self, text: str, is_placed: bool = True) -> str:
         """Return a text as a sentence; a name of a user's own stays as it was written."""
-        if is_placed and self.place:
-            return f"{self.place}{text}."
+        place = place_text(self.case, self.workers)
+        if is_placed and (self.case or self.workers):
+            return f"{place}: {text}." if self.case else f"At {place} {text}."
         is_name = not self.workers and text.startswith((self.first_label, self.second_label))
         return f"{text if is_name else text[0].upper() + text[1:]}."
 

@@ -1,9 +1,8 @@
 """The report's tables: each column is described once, for the page, the terminal and Markdown."""
 
-import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -68,12 +67,6 @@ class Column:
         shown = "–".join(self.text(end) for end in ends if end is not None)
         return TableCell(self.text(figure), self.scale * figure, f"({shown})" if shown else "")
 
-    def of_unit(self, unit: str) -> "Column":
-        """Return the column where speed is not of images."""
-        one = unit.removesuffix("s")
-        name, note = (re.sub("[Ii]mage", one, text) for text in (self.name, self.note))
-        return replace(self, name=name, note=note)
-
     def text(self, value: float) -> str:
         """Return a number as text."""
         scaled = self.scale * value
@@ -107,16 +100,23 @@ def counted(number: int, planned: int | None) -> TableCell:
 
 # ------------------------------------------------------------------------------------- the tables
 
-SPEED = (
-    Column("images/s", lambda row: (row.images_per_second, row.lowest, row.highest),
-           note="Images/s: all images over all seconds, with the range of the blocks."),
-    Column("scaling, %", lambda row: row.scaling, "{:.0f}", scale=100, is_optional=True,
-           note="Scaling: images/s per worker, as a percentage of that with the fewest workers in "
-           "the block of the same number, with its interval."),
-    Column("CPU ms per image", lambda row: row.cpu_ms_per_image,
-           note="CPU time: of all workers."),
-    Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
-)  # fmt: skip
+
+def speed_columns(unit: str) -> tuple[Column, ...]:
+    """Return the columns of speed, of images or of what a user's own scripts count."""
+    one = unit.removesuffix("s")
+    return (
+        Column(f"{unit}/s", lambda row: (row.images_per_second, row.lowest, row.highest),
+               note=f"{unit.capitalize()}/s: all {unit} over all seconds, with the range of the "
+               "blocks."),
+        Column("scaling, %", lambda row: row.scaling, "{:.0f}", scale=100, is_optional=True,
+               note=f"Scaling: {unit}/s per worker, as a percentage of that with the fewest "
+               "workers in the block of the same number, with its interval."),
+        Column(f"CPU ms per {one}", lambda row: row.cpu_ms_per_image,
+               note="CPU time: of all workers."),
+        Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
+    )  # fmt: skip
+
+
 TRAININGS = (
     Column("start and end, s", lambda row: row.startup_seconds, "{:,.1f}",
            "Medians, of times and input without runs that others disturbed. Start and end: from "
@@ -218,7 +218,7 @@ def all_tables(report: Report) -> list[Table]:
     costs = RESOURCES + LADDER * has_rungs
     found = [
         cell_table(report, f"Speed, {'by turns' if is_by_turns else 'of whole runs'}",
-                   SPEED, report.speed),
+                   speed_columns(report.comparison.unit), report.speed),
         cell_table(report, f"Whole trainings, {'one' if most == 1 else most} each",
                    TRAININGS, trainings, unused),
         cell_table(report, "A step's time by phase, ms",
@@ -254,8 +254,6 @@ def cell_table(
     ]
     if not (rows and shown):
         return None
-    if (unit := report.comparison.unit) != "images":
-        shown = [column.of_unit(unit) for column in shown]
     case = (Column("case", lambda row: row.case, is_number=False),)
     whole = (
         *case * (len(report.comparison.plan.cases) > 1),
@@ -343,7 +341,13 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
     """Return the table of each one's speeds, that of what is pooled over occasions, and that of
     what differs, the latter two if there is anything."""
     speeds = [
-        cell_table(report, f"Speed of {letter}, {name}", SPEED, report.speed, APART)
+        cell_table(
+            report,
+            f"Speed of {letter}, {name}",
+            speed_columns(report.comparison.unit),
+            report.speed,
+            APART,
+        )
         for letter, name, report in zip(both.letters, both.names, both.reports, strict=True)
     ]
     texts = [
