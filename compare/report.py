@@ -104,11 +104,6 @@ def report(options: argparse.Namespace) -> None:
     comparisons = [load_comparison(folder) for folder in folders]
     refuse_copies(comparisons)
     reports = [Report(one) for one in comparisons]
-    if not options.to_terminal:
-        parts = [note, goals_table(comparisons), text.as_text(reports)]
-        print("\n\n".join(filter(None, parts)), flush=True)
-    elif note:
-        print(note, file=sys.stderr)
     if page == DEFAULT:
         page = folders[0] / "report.html"
     for path, made in (
@@ -126,6 +121,11 @@ def report(options: argparse.Namespace) -> None:
         folder = folders[0] / "plots" if plots == DEFAULT else plots
         for plot in all_plots(reports[0]):
             write(folder / f"{plot.name}.svg", standalone(plot.svg), options)
+    if not options.to_terminal:  # last: where a reader looks first stands the answer
+        parts = [note, goals_table(comparisons), text.as_text(reports)]
+        print("\n\n".join(filter(None, parts)))
+    elif note:
+        print(note, file=sys.stderr)
 
 
 def as_page(reports: list[Any]) -> str:
@@ -163,7 +163,7 @@ def write(path: Path, content: str, options: argparse.Namespace) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, content)
-    print(f"\nwritten: {path}", file=sys.stderr if options.to_terminal else sys.stdout)
+    print(f"written: {path}\n", file=sys.stderr if options.to_terminal else sys.stdout)
 
 
 main = partial(run_main, SCRIPT, guarded_report, exit_code=1)

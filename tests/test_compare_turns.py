@@ -37,7 +37,7 @@ SPEEDS = {"ddp-torchrun": 100.0, "horovod-gloo": 100.0, "ddp-mpi": 106.0, "horov
 
 
 INTERVAL = r", 95 % interval [\d.]+ to [\d.]+, 10 blocks"
-EQUALLY_FAST = r"are equally fast within \d\.\d % \(speed ratio [\d.]+"
+EQUALLY_FAST = r"are tied: equally fast within \d\.\d % \(speed ratio [\d.]+"
 SENTENCES = (
     rf"DDP over Gloo and Horovod over Gloo {EQUALLY_FAST}{INTERVAL}\)",
     rf"DDP over MPI trained 1\.1\d+ times as fast as Horovod over MPI{INTERVAL}",

@@ -25,7 +25,7 @@ TIMES_AS_FAST = "times as fast as"
 CLAIMS = {
     "faster": f"{{first}} trained {{ratio}} {TIMES_AS_FAST} {{second}}",
     "slower": f"{{second}} trained {{inverse}} {TIMES_AS_FAST} {{first}}",
-    "equal": "{first} and {second} are equally fast within {bound}",
+    "equal": "{first} and {second} are tied: equally fast within {bound}",
     "undecided": "nothing is decided between {first} and {second}: they differ by at most {bound} "
     "either way",
 }
