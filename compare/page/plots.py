@@ -183,7 +183,8 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
         "throughput",
         "Training throughput",
         "Training images per second of all workers, without the first steps and evaluation. Marks: "
-        "medians; upright lines: the range of the blocks; dotted: ideal scaling.",
+        "all images over all seconds; upright lines: the range of the blocks; dotted: ideal "
+        "scaling.",
         Scale(workers[0] / 1.2, workers[-1] * 1.2, ticks, "workers", is_wide),
         logarithmic(y, "images/s") if is_wide else linear(y, "images/s", zero=True),
         layers,
@@ -204,8 +205,8 @@ def plot_rates(report: Report, rows: Sequence[SpeedRow]) -> Plot:
         "throughput",
         "Training throughput",
         f"Training {unit} per second of all workers, without the first steps and evaluation. Bars: "
-        "all of them over all seconds; lines: the interval of the blocks' mean. What differs from "
-        "block to block for all of them is in these lines, and not in the ratios of the verdicts.",
+        "all of them over all seconds; lines: the interval of the blocks' mean. What slows all "
+        "sides of a block is in these lines, and not in the ratios of the verdicts.",
         linear(values_of(layers)[0], f"{unit}/s", zero=True),
         layers,
         named,
