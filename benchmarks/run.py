@@ -14,8 +14,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from compare.evidence.goals import goals_table
 from compare.evidence.records import load_comparison
+from compare.page.tables import goals_tables, table_text
 from compare.plan.environment import ROOT
 from compare.running.launch import utc_stamp
 from recipe.command import RESUMES, run_tool
@@ -62,9 +62,9 @@ def bench(
         done = subprocess.run([sys.executable, *words, *tiny], cwd=ROOT)
         failed += [name] * (done.returncode != 0)
         folders += [out / name] * (out / name / "plan.json").exists()
-    comparisons = [load_comparison(folder) for folder in folders]
-    replace_file(out / "table.md", f"{goals_table(comparisons, markdown=True)}\n")
-    print(f"\n{goals_table(comparisons)}\n\nrecords: {out}")
+    for table in goals_tables([load_comparison(folder) for folder in folders]):
+        replace_file(out / "table.md", f"{table_text(table, markdown=True)}\n")
+        print(f"\n{table_text(table)}\n\nrecords: {out}")
     if failed:
         raise UserError(f"failed: {', '.join(failed)}; see above")
     return 0

@@ -14,8 +14,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from compare.evidence.goals import goals_table
 from compare.evidence.records import load_comparison
+from compare.page.tables import goals_tables, table_text
 from compare.running.launch import utc_stamp
 from recipe.command import RESUMES, run_tool
 from recipe.errors import UserError
@@ -51,7 +51,8 @@ def measure(
             done = subprocess.run([*enter, sys.executable, *words])
             if done.returncode:
                 raise UserError(f"at {rate:g} Gb/s: compare/run.py failed, see above")
-            print(goals_table([load_comparison(out / f"{rate:g}")]), flush=True)
+            for table in goals_tables([load_comparison(out / f"{rate:g}")]):
+                print(table_text(table), flush=True)
     return 0
 
 

@@ -85,7 +85,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 def report(options: argparse.Namespace) -> None:
     """Print and write what is asked for. Packages are imported here, where one that is missing
     becomes a message."""
-    from compare.evidence.goals import goals_table
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.records import load_comparison
     from compare.page import text
@@ -122,8 +121,7 @@ def report(options: argparse.Namespace) -> None:
         for plot in all_plots(reports[0]):
             write(folder / f"{plot.name}.svg", standalone(plot.svg), options)
     if not options.to_terminal:  # last: where a reader looks first stands the answer
-        parts = [note, goals_table(comparisons), text.as_text(reports)]
-        print("\n\n".join(filter(None, parts)))
+        print("\n\n".join(filter(None, [note, text.as_text(reports)])))
     elif note:
         print(note, file=sys.stderr)
 

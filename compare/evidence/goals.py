@@ -1,10 +1,7 @@
 """What came of a plan's goals: the ratio of two sides' speeds, or a speed, against its goal."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-import tabulate
 
 from compare.evidence.paired import Estimate
 from compare.evidence.records import Comparison
@@ -43,12 +40,10 @@ class Goal:
         return AT_GOAL if low >= self.least - min(NEAR * self.least, allowed) else OPEN
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """The goal's line of a table."""
-        low, high, name = self.found.low, self.found.high, self.name.replace(":", " / ")
-        interval = "–" if low is None else f"{self.shown(low)} – {self.shown(high or 0.0)}"
-        least, found = f"≥ {self.shown(self.least)}", self.shown(self.found.ratio)
-        return (self.question, name, least, found, interval, str(self.found.blocks), self.verdict)
+    def interval(self) -> str | None:
+        """The ends of the interval, if there is one."""
+        low, high = self.found.low, self.found.high
+        return None if low is None or high is None else f"{self.shown(low)} – {self.shown(high)}"
 
     def shown(self, value: float) -> str:
         """A figure with its unit."""
@@ -69,19 +64,3 @@ def goals_of(comparison: Comparison) -> list[Goal]:
                 unit = "" if second else f"{comparison.unit}/s"
                 found.append(Goal(question, name, least, measured, unit))
     return found
-
-
-def goals_table(comparisons: Iterable[Comparison], markdown: bool = False) -> str:
-    """All goals as a table, a question's first line with the question; empty without any."""
-    rows, asked = list[tuple[str, ...]](), ""
-    for goal in (goal for one in comparisons for goal in goals_of(one)):
-        question, *others = goal.cells
-        rows.append(("" if question == asked else question, *others))
-        asked = question
-    headers = ("question", "sides", "goal", "found", "interval", "blocks", "verdict")
-    align = ("left", "left", "right", "right", "right", "right", "left")
-    form = "github" if markdown else "simple"
-    return tabulate.tabulate(
-        rows, headers, tablefmt=form, disable_numparse=True, colalign=align,
-        maxcolwidths=None if markdown else [40, *[None] * 6],
-    ) if rows else ""  # fmt: skip

@@ -16,7 +16,7 @@ from compare.evidence.words import count, place_text, short
 from compare.page import plots
 from compare.page.chart import css_variables
 from compare.page.findings import ASIDE, ENVIRONMENT, Report, SideBySide
-from compare.page.tables import all_tables, side_by_side_tables, square_tables
+from compare.page.tables import all_tables, goals_tables, side_by_side_tables, square_tables
 
 
 def render_side_by_side(reports: Sequence[Report]) -> str:
@@ -35,7 +35,7 @@ def render_page(report: Report) -> str:
         comparison=comparison,
         folder=comparison.folder.resolve().name,
         verdict_plot=plots.plot_verdicts(verdicts),
-        squares=square_tables(report),
+        squares=[*goals_tables([comparison]), *square_tables(report)],
         places=len(report.facts),
         machine=fact_lines(fact for fact in told if fact.field in ENVIRONMENT),
         settings=fact_lines(fact for fact in told if fact.field not in ENVIRONMENT),

@@ -9,8 +9,9 @@ from typing import Any
 
 import tabulate
 
+from compare.evidence.goals import goals_of
 from compare.evidence.paired import Estimate
-from compare.evidence.records import ENGINES
+from compare.evidence.records import ENGINES, Comparison
 from compare.evidence.rows import PhaseRow
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
@@ -283,6 +284,26 @@ def square_tables(report: Report) -> list[Table]:
     transports, their speeds, and beside them what engine and transport make of each other."""
     places = dict.fromkeys((v.case, v.workers) for v in report.verdicts if v.speed is not None)
     return [square_table(report, *place) for place in places if report.comparison.square]
+
+
+def goals_tables(comparisons: Sequence[Comparison]) -> list[Table]:
+    """Return the table of what came of the plans' goals; none where no plan has any."""
+    goals = [goal for one in comparisons for goal in goals_of(one)]
+    columns = (
+        *[Column("question", attrgetter("question"), is_number=False)] * (len(comparisons) > 1),
+        Column("sides", lambda goal: goal.name.replace(":", " / "), is_number=False),
+        Column("goal", lambda goal: f"≥ {goal.shown(goal.least)}"),
+        Column("found", lambda goal: TableCell(goal.shown(goal.found.ratio), goal.found.ratio)),
+        Column("interval", lambda goal: goal.interval),
+        Column("blocks", lambda goal: counted(goal.found.blocks, None)),
+        Column("verdict", attrgetter("verdict"), is_number=False),
+    )
+    note = (
+        "The ratio of two sides' speeds, or a side's speed, against the plan's goal. At the goal: "
+        "the interval contains it, and ends no more than 2 % below it, nor more than half of what "
+        "it allows or asks for."
+    )
+    return [Table("Goals", note, columns, goals)] if goals else []
 
 
 def square_table(report: Report, case: str, workers: int) -> Table:

@@ -19,6 +19,7 @@ from compare.page.tables import (
     POOLED,
     Table,
     all_tables,
+    goals_tables,
     side_by_side_tables,
     square_tables,
     table_text,
@@ -33,7 +34,8 @@ def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
     """Return what the reports say: for the terminal, with the answer to the plan's question last,
     where a reader looks first; or as Markdown that can be pasted into an issue."""
     first = reports[0]
-    question, tables = first.comparison.plan.question or "", [*square_tables(first)]
+    question = first.comparison.plan.question or ""
+    tables = [*goals_tables([first.comparison]), *square_tables(first)]
     tables += [table for table in all_tables(first) if not table.is_detail]
     if len(reports) > 1:
         both = SideBySide(reports)
