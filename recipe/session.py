@@ -96,7 +96,7 @@ class Session:
         """Open the run folder, and go on from its checkpoint if --resume means one; until then no
         setting may change."""
         data, readers, ranks = self.data, self.readers, self.ranks
-        self.config = config
+        self.config, self.lr_scale = config, lr_scale
         self.keeps_checkpoints = config.keep_checkpoints > 0 and not config.evaluate
         self.folder = open_run_folder(config, ranks, self.engine)
         self.progress = resume(parts, config, ranks, data, self.folder)
@@ -151,8 +151,9 @@ class Session:
     def _open_record(self) -> None:
         speaker = replace(self.world, size=self.readers.size)  # who reads makes up a step
         self.recorder = Recorder(
-            self.config, speaker, self.data, self.folder, self.progress, self.environment
-        )
+            self.config, speaker, self.data, self.folder, self.progress, self.environment,
+            self.lr_scale,
+        )  # fmt: skip
 
     def begin_training(self, parts: Trainables) -> bool:
         """Make up for an evaluation that was cut off, and start the clocks; whether there is

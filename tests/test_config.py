@@ -484,6 +484,25 @@ def test_no_warning(line: str, engine: str, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("line", "rate"),
+    [
+        (IMAGENET + "-b 208", "0.08125"),
+        (IMAGENET + "--batch_size=16", "0.00625"),
+        (IMAGENET + "--preset dle-90 -b 128", "0.128"),
+        (IMAGENET + "-b 208 --base-lr 0.0125", ""),
+        (IMAGENET + "-b 32", ""),
+        (IMAGENET + "-b 208 -e --weights f", ""),
+        ("--data synthetic -b 208", ""),
+    ],
+)
+def test_a_batch_without_its_rate_is_said(
+    line: str, rate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(line, size=8)
+    assert (f"give --base-lr {rate}, as" in capsys.readouterr().err) == bool(rate)
+
+
 def test_nhwc_under_horovods_sync_batch_norm() -> None:
     settings = {"channels_last": True, "batch_norm": "sync"}
     (warning,) = without_effect(*parsed(settings, "horovod", 2), "horovod", 2)

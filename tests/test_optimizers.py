@@ -20,6 +20,7 @@ from recipe.record.checkpoint import contents_of
 from recipe.record.fingerprint import weights_sha256
 from recipe.record.resume import restore
 from recipe.settings.config import Config, check
+from recipe.settings.presets import preset
 from recipe.training.model import (
     build_ema,
     build_model,
@@ -28,7 +29,7 @@ from recipe.training.model import (
     seed_step,
     update_ema,
 )
-from recipe.training.optimizers import apex_optimizers, kind_and_settings
+from recipe.training.optimizers import apex_optimizers, kind_and_settings, schedule_in_words
 from recipe.training.state import (
     LEAST_SCALE,
     LossScaler,
@@ -84,6 +85,29 @@ def test_each_engines_is_the_same(name: Any, precision: Any) -> None:
 
 
 @needs_timm
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        (
+            "goyal-90", {"batch_size": 208, "base_lr": 0.08125},
+            "learning rate 0.65 (--base-lr 0.08125 x 8) after 5 epoch(s) of gradual-256 warm-up, "
+            "x 0.1 at epoch(s) 30 60 80; 90 epoch(s)",
+        ),
+        (
+            "goyal-90", {"epochs": 20, "warmup_epochs": 0.0},
+            "learning rate 0.1 (--base-lr 0.0125 x 8), constant; 20 epoch(s)",
+        ),
+        (
+            "digits", {"lr_min": 1e-6, "lr_restart_epochs": (2,)},
+            "learning rate 0.04 (--base-lr 0.005 x 8) after 1 epoch(s) of gradual warm-up, cosine "
+            "down to 1e-06, again from epoch 2; 4 epoch(s)",
+        ),
+    ],
+)  # fmt: skip
+def test_the_learning_rate_in_words(name: str, settings: dict[str, Any], words: str) -> None:
+    assert schedule_in_words(replace(preset(name), **settings), scale=8) == words
+
+
 def test_lars_scales_what_decays_by_its_trust_ratio() -> None:
     config = a_config(
         optimizer="lars", momentum=0.0, wd=0.1, norm_weight_decay=0.0, bias_weight_decay=0.0,

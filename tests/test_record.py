@@ -210,7 +210,7 @@ def test_a_whole_run(
     }
     assert lines(folder, "eval")[1].items() >= evaluation.items()
     out = capsys.readouterr().out
-    assert out.count("\n") == 2 + 3 * 2 and "ddp 2 over Gloo, 1 worker(s)" in out
+    assert out.count("\n") == 3 + 3 * 2 and "ddp 2 over Gloo, 1 worker(s)" in out
     assert "epoch   2/3  val    loss 1.5000  top-1  50.00 %" in out
 
 

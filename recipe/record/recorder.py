@@ -42,6 +42,7 @@ from recipe.record.schema import (
 )
 from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation, means
+from recipe.training.optimizers import schedule_in_words
 from recipe.training.state import Progress
 from recipe.world import World
 
@@ -118,9 +119,10 @@ class Recorder:
         folder: Path,
         progress: Progress,
         environment: Environment,
+        lr_scale: float = 1.0,
     ) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
-        self.folder, self.environment = folder, environment
+        self.folder, self.environment, self.lr_scale = folder, environment, lr_scale
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
         self.steps: list[StepLine] = []  # of the epoch so far
         self.bar: tqdm | None = None
@@ -167,10 +169,15 @@ class Recorder:
         )
         self.say(
             f"{config.arch} in {config.precision}, {data.num_train:,} training and "
-            f"{data.num_val:,} validation images of {data.num_classes} classes, "
-            f"global batch {batch}, {data.num_train / batch:,.1f} steps an epoch{at_first}; "
+            f"{data.num_val:,} validation images of {data.num_classes} classes; "
             f"run folder {self.folder}"
         )
+        if not config.evaluate:
+            self.say(
+                f"preset {config.preset}: global batch {batch}{at_first}, "
+                f"{data.num_train / batch:,.1f} steps an epoch; "
+                f"{schedule_in_words(config, self.lr_scale)}"
+            )
 
     def _write(self, line: StepLine | EpochLine | EvalLine | EventLine) -> None:
         kind = next(name for name, record in METRICS.items() if isinstance(line, record))

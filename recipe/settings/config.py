@@ -18,7 +18,7 @@ import tyro
 from tyro.conf import arg
 
 from recipe.errors import UserError, fail, near_match, refuse
-from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, last_value, spelled
+from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
 from recipe.settings.presets import PRESETS, preset
 from recipe.world import World
@@ -42,7 +42,8 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
         fail(world, "", exit_code=int(ended.code or 0))
     variables, overruled = set_variables(knobs)  # before an engine is loaded, which reads them
     if world.is_first:
-        for line in [*without_effect(config, base, engine, world.size), *overruled]:
+        unscaled = rate_of_another_batch(config, base, argv)
+        for line in [*without_effect(config, base, engine, world.size), *overruled, *unscaled]:
             print(f"warning: {line}", file=sys.stderr)
     return replace(config, knob_variables=variables)
 
@@ -459,6 +460,20 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
         ),
     ]
     return lines + [line for is_so, line in others if is_so]
+
+
+def rate_of_another_batch(config: Config, base: Config, argv: list[str]) -> list[str]:
+    """A warning where these words change the preset's batch, and leave its learning rate as it is.
+    (Random images may be trained at any.)"""
+    is_left = config.batch_size != base.batch_size and "--base-lr" not in map(flag_name, argv)
+    if not is_left or config.evaluate or config.data == "synthetic":
+        return []
+    scaled = f"{base.base_lr * config.batch_size / base.batch_size:.4g}"
+    return [
+        f"--batch-size {config.batch_size}: the learning rate of --preset {config.preset} is for "
+        f"batches of {base.batch_size}, and does not grow with them; give --base-lr {scaled}, as "
+        f"many times {base.base_lr:.4g}, or --base-lr {base.base_lr:.4g} if you mean that"
+    ]
 
 
 def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:

@@ -257,8 +257,8 @@ class OptimizationFlags:
         chief=True, help=
         "Forward and backward passes whose gradients are accumulated before they are exchanged.")
     base_lr: float = work(0.0125, NOT_NEGATIVE, needs="training", decides=RATES, help=
-        "Learning rate for one worker; multiplied by workers x batches_per_allreduce (Adasum: see "
-        "docs/recipe.md).")
+        "Learning rate of one worker; multiplied by workers x batches_per_allreduce (Adasum: see "
+        "docs/recipe.md), but not by --batch-size: for a batch twice as large give twice the rate.")
     optimizer: Literal["sgd", "adamw", "lars", "lamb", "apex-sgd", "apex-adam", "apex-lamb"] = work(
         "sgd", needs="training", chief=True, help=
         "torch's SGD or AdamW, timm's LARS or LAMB (needs the extra `timm`), or NVIDIA Apex's "

@@ -83,6 +83,22 @@ def apex_optimizers(config: Config, device: torch.device) -> Any:
     return optimizers
 
 
+def schedule_in_words(config: Config, scale: float) -> str:
+    """The learning rate over the epochs, for people; `scale` as of `learning_rate`."""
+    rate = f"learning rate {config.base_lr * scale:.4g}"
+    if scale != 1:
+        rate += f" (--base-lr {config.base_lr:.4g} x {scale:g})"
+    if config.warmup_epochs:
+        rate += f" after {config.warmup_epochs:g} epoch(s) of {config.warmup_method} warm-up"
+    if config.lr_scheduler != "step":
+        restarts = "".join(f", again from epoch {turn}" for turn in config.lr_restart_epochs)
+        how = f"{config.lr_scheduler} down to {config.lr_min:g}{restarts}"
+    else:
+        steps = " ".join(str(step) for step in config.lr_step_epochs if step < config.epochs)
+        how = f"x {config.lr_gamma:g} at epoch(s) {steps}" if steps else "constant"
+    return f"{rate}, {how}; {config.epochs} epoch(s)"
+
+
 def learning_rate(config: Config, epoch: float, scale: float) -> float:
     """Learning rate at fractional `epoch` (samples seen / training images).
 
