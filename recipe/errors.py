@@ -3,6 +3,7 @@
 import concurrent.futures
 import difflib
 import errno
+import json
 import os
 import re
 import resource
@@ -14,7 +15,8 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from recipe.files import remove_partial_files
@@ -81,11 +83,10 @@ class UserError(ValueError):
 
 
 def refuse(*mistakes: tuple[object, str]) -> None:
-    """Raise UserError for the first of these mistakes that was made: whether it was, and what to
-    say then."""
-    for is_made, message in mistakes:
-        if is_made:
-            raise UserError(message)
+    """Raise UserError for those of these mistakes that were made: whether it was, and what to say
+    then; a line each."""
+    if made := [message for is_made, message in mistakes if is_made]:
+        raise UserError("\n".join(made))
 
 
 def near_match(name: str, known: Collection[str]) -> str:
@@ -133,11 +134,21 @@ def fail(
             time.sleep(LOST_PEER_DELAY_S)  # another rank is speaking; the launcher ends this one
         else:
             print(message, file=sys.stderr, flush=True)
+            _tell_torchrun(message)
             # A late rank 0 with the same error finds the lock taken, as long as this one lives.
             time.sleep(LATE_RANK_0_S if world.rank != 0 or last else 0)
     if last:
         last()
     leave(exit_code)
+
+
+def _tell_torchrun(message: str) -> None:
+    """Have torchrun, whose traceback follows any exit code but 0, end it with our words: it reads
+    them where torch.distributed.elastic.multiprocessing.errors.record would write an exception."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": "", "extraInfo": shown}}))
 
 
 def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:

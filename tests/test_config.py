@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -25,8 +26,9 @@ from recipe.loop import Rung
 from recipe.record.fingerprint import steering_variables
 from recipe.settings import config as config_module
 from recipe.settings.config import Config, check, parse_args, read_flags, without_effect
-from recipe.settings.flags import FLAGS, SECTIONS, Need, Scope, names_of, spelled
+from recipe.settings.flags import FLAG_NAMES, FLAGS, SECTIONS, Need, Scope, names_of, spelled
 from recipe.settings.knobs import SETTINGS, Knobs, knobs_text, read_knobs
+from recipe.settings.others import OTHERS_FLAGS
 from recipe.settings.presets import PRESETS, preset
 from recipe.settings.presets import preset as preset_of
 
@@ -102,6 +104,8 @@ def parsed(settings: dict[str, Any], engine: str, size: int) -> tuple[Config, Co
         (IMAGENET + "--preset dle-90 --precision bf16 --loss-scale=128", "loss_scale", 128.0),
         ("--no-cuda", "cuda", False),
         ("--fp16-allreduce", "wire_format", "fp16"),
+        ("--lr-scheduler steplr", "lr_scheduler", "step"),
+        ("--lr-scheduler cosineannealinglr", "lr_scheduler", "cosine"),
         ("--wire-format auto", "wire_format", "auto"),
         ("--nesterov --no-nesterov", "nesterov", False),
         ("--lr-step-epochs 1 2 3 4", "lr_step_epochs", (1, 2, 3, 4)),
@@ -291,24 +295,6 @@ def test_what_cannot_be_meant(settings: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("line", "suggestion"),
     [
-        ("--batchsize 3", "did you mean --batch-size?"),
-        ("--epoch=3", "did you mean --epochs?"),
-        ("--warm-up-epochs 3", "did you mean --warmup-epochs?"),
-        ("--no-cude", "did you mean --no-cuda?"),
-        ("--xyz", "--xyz: there is no such flag; --help lists all"),
-        # As other trainers have them. Their rate is that of all workers together, mostly.
-        (
-            "--lr 0.1",
-            "--base-lr is the rate of one worker, and multiplied by the number of workers",
-        ),
-        ("--learning-rate=0.1", "--base-lr is the rate of one worker"),
-        ("--data-path /images", "did you mean --data DIR?"),
-        ("--local-rank=0", "did you mean torchrun, in place of python -m torch.distributed.launch"),
-        ("--sync_bn", "did you mean --batch-norm sync?"),
-        (
-            "-b 3 /images",
-            "/images: belongs to no flag; if the images are there, say --data /images",
-        ),
         ("--preset goyal90", "did you mean goyal-90?"),
         ("--preset tv_v1", "tv-v1?"),
         ("--preset zzz", "there are digits"),
@@ -328,15 +314,83 @@ def test_refusal_is_one_line_and_exit_code_2(
     assert (out, err.count("\n")) == ("", 1)
 
 
+@pytest.mark.parametrize(
+    ("line", "corrected"),
+    [
+        (  # of pytorch/examples
+            "-a resnet50 -j 8 -b 256 --lr 0.1 --wd 1e-4 -p 5 --dist-url tcp://h:1 --world-size 1 "
+            "--dist-backend nccl --multiprocessing-distributed --rank 0 --gpu 0 --seed 1 /images",
+            "-a resnet50 -j 8 -b 256 --base-lr 0.0125 --wd 1e-4 --log-interval 5 --transport nccl "
+            "--seed 1 --data /images",
+        ),
+        (
+            "--dummy --no-accel --learning-rate=0.8 --start-epoch 3 --epochs 3",
+            "--data synthetic --no-cuda --base-lr 0.1 --epochs 3",
+        ),
+        (  # of torchvision
+            "--data-path /images --model resnet50 --lr 0.5 --amp --sync_bn --cache-dataset "
+            "--ra-sampler --ra-reps 4 --use-deterministic-algorithms --opt sgd_nesterov "
+            "--output-dir=. --backend tensor --use-v2 --device cuda --lr-scheduler steplr",
+            "--data /images --model resnet50 --base-lr 0.0625 --precision fp16 --batch-norm sync "
+            "--augment-repeats 4 --ra-reps 4 --deterministic --optimizer sgd --nesterov "
+            "--log-dir . --lr-scheduler steplr",
+        ),
+        (
+            "--data-dir /images --lr-step-size 30 --device cpu --print-freq 9",
+            "--data /images --lr-step-epochs 30 60 --no-cuda --log-interval 9",
+        ),
+        (  # of Horovod
+            "--train-dir /t --val-dir /v --checkpoint-format ./{epoch}.tar --fp16-allreduce",
+            "--train-dir /t --val-dir /v --fp16-allreduce",
+        ),
+        (  # of imagenet_ddp_apex.py
+            "--local_rank=0 -a resnet50 --b 208 --channels-last True --opt-level O2 '/my images'",
+            "-a resnet50 --batch-size 208 --channels-last --opt-level O2 --data '/my images'",
+        ),
+        (  # mistyped
+            "--batchsize 7 --epoch=3 --warm-up-epochs 1 --no-cude --xyz 5 --channels-last False",
+            "--batch-size 7 --epochs 3 --warmup-epochs 1 --no-cuda --no-channels-last",
+        ),
+    ],
+)
+def test_another_trainers_line_is_corrected_at_once(line: str, corrected: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_flags("ddp", 8, shlex.split(line), talk=False, program="train.py")
+    assert str(refused.value).splitlines()[-1] == f"corrected: train.py {corrected}"
+    if "--data" in corrected:
+        read_flags("ddp", 8, shlex.split(corrected), talk=False)
+
+
+def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("--lr 0.1 --b 208 --gpu 0 /images --xyz --momentum 7 -j -1", size=8) == 2
+    said = capsys.readouterr().err.splitlines()
+    expected = [
+        "error: not all of this command line",
+        "  --lr 0.1: write --base-lr 0.0125; it is one worker's (if",
+        "  --b 208: write --batch-size 208",
+        "  --gpu 0: leave it out; each rank takes",
+        "  /images: write --data /images",
+        "  --xyz: leave it out; there is no such flag; --help lists all",
+        "  --workers -1: must be",
+        "  --momentum 7.0: is a share",
+        "corrected: ",
+    ]
+    assert all(map(str.startswith, said, expected)) and len(said) == len(expected)
+
+
+def test_others_flags_are_none_of_ours() -> None:
+    assert not OTHERS_FLAGS.keys() & FLAG_NAMES.keys()
+
+
 VALUES = st.one_of(
     st.sampled_from(["0", "1", "-1", "3", "0.5", "1e400", "nan", "inf", "None", "True", "auto"]),
     st.sampled_from(["resnet18", "digits", "synthetic", "/nowhere"]),
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6),
 )
 WORDS = st.one_of(
-    st.sampled_from(config_module._flag_names()),
+    st.sampled_from(sorted(FLAG_NAMES)),
     VALUES,
-    st.tuples(st.sampled_from(config_module._flag_names()), VALUES).map("=".join),
+    st.tuples(st.sampled_from(sorted(FLAG_NAMES)), VALUES).map("=".join),
     st.text("-_=abc ", max_size=6),
 )
 
@@ -519,7 +573,7 @@ def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_suggested_flags_exist(help_text: str) -> None:
-    for name in config_module._flag_names():
+    for name in sorted(FLAG_NAMES):
         assert re.search(rf"(?<!\S){name}\b", help_text), name
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from making import CPU, a_config, a_world, write_images
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from recipe import errors, watch
 from recipe.data.batches import open_data, validation_batches
@@ -75,6 +76,15 @@ def test_rank_0_speaks_at_once_and_others_wait_and_say_who_they_are(
     assert capsys.readouterr() == ("", said)
     waited = any(sleeps), errors.OTHER_RANK_DELAY_S in sleeps
     assert waited == (rank > 0, rank > 0)
+
+
+def test_torchrun_repeats_the_message_as_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert code_of(lambda: fail(a_world(0, 1), "two\nlines", 3)) == 3
+    failure = ProcessFailure(0, 7, 3, str(tmp_path / "error.json"))
+    assert "traceback : two\n  lines" in str(ChildFailedError("train.py", {0: failure}))
 
 
 WRAPPED = (  # by a DataLoader's worker

@@ -77,8 +77,7 @@ def test_launcher(launcher: str, engine: str, ranks: int, trained: Callable[...,
 def test_mistyped_flag(launcher: str, engine: str) -> None:
     finished = launch(launcher, engine, "--batchsize 3", timeout=60)
     assert finished.returncode != 0
-    assert finished.output.count("did you mean") == 1
-    assert "--batch-size" in finished.output
+    assert before_the_launchers_words(finished.output).count("write --batch-size 3") == 1
     assert "Traceback" not in before_the_launchers_words(finished.output)
 
 
@@ -97,7 +96,10 @@ def test_one_rank_raises(launcher: str, engine: str, tmp_path: Path) -> None:
     arguments = f"{SMALL} --log-dir {tmp_path}/runs"
     finished = launch(launcher, engine, arguments, timeout=120, **changed)
     assert finished.returncode != 0
-    assert finished.output.count("RuntimeError: rank 1 is out of order") == 1
+    assert (
+        before_the_launchers_words(finished.output).count("RuntimeError: rank 1 is out of order")
+        == 1
+    )
     assert "[rank 1 on " in finished.output
     assert "Connection closed" not in finished.output, "the victim spoke, too"
 
@@ -126,7 +128,7 @@ def test_what_cannot_work_is_refused_at_once(
     gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"} if ranks == 1 else {}
     arguments = f"{SMALL} {flags} --log-dir {tmp_path}/runs"
     finished = launch(launcher, engine, arguments, ranks, timeout=120, **gloo)
-    assert finished.returncode != 0 and finished.output.count(said) == 1
+    assert finished.returncode != 0 and before_the_launchers_words(finished.output).count(said) == 1
     assert "Traceback" not in before_the_launchers_words(finished.output)
     assert not (tmp_path / "runs").exists(), "nothing was trained or written"
 
@@ -143,7 +145,7 @@ def test_what_the_host_does_not_give_is_one_message(
 ) -> None:
     words = f"{sys.executable} {TRAINERS['ddp']} {SMALL} {flags} --log-dir {tmp_path}"
     finished = run(["prlimit", *limit, *words.split()], 120, **variables)
-    assert finished.returncode == 1 and finished.output.count(said) == 1
+    assert finished.returncode == 1 and before_the_launchers_words(finished.output).count(said) == 1
     assert "recipe/" not in finished.output, "no traceback of ours"
 
 
@@ -162,7 +164,12 @@ def test_what_another_job_has_left_is_named(launcher: str, engine: str, tmp_path
     left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     finished = launch(launcher, engine, f"{SMALL} --log-dir {tmp_path}/runs", timeout=120, **left)
     assert finished.returncode == 2
-    assert finished.output.count("LOCAL_RANK=0 MASTER_ADDR=localhost: left over from") == 1
+    assert (
+        before_the_launchers_words(finished.output).count(
+            "LOCAL_RANK=0 MASTER_ADDR=localhost: left over from"
+        )
+        == 1
+    )
     assert "Traceback" not in finished.output and not (tmp_path / "runs").exists()
 
 

@@ -26,6 +26,7 @@ from launching import (
     SLOW_DISK,
     SMALL,
     TRAINERS,
+    before_the_launchers_words,
     rarely,
     run,
     wait_until,
@@ -554,7 +555,7 @@ def test_a_launcher_takes_its_ranks_along_and_waits_for_the_checkpoint(
         [*command.split(), *options.split()], 60, end_it, PYTHONPATH=f"{tmp_path}:{ROOT}"
     )
     assert finished.returncode != 0
-    assert finished.output.count("`--resume auto` with the --name") == 1
+    assert before_the_launchers_words(finished.output).count("`--resume auto` with the --name") == 1
     if finishes:
         wait_until(lambda: any(checkpoints.glob("step-*.pt")), 30)
     for file in checkpoints.glob("step-*.pt"):  # a part of it has a temporary name

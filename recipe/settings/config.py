@@ -4,15 +4,15 @@ The flags are in flags.py, the presets in presets.py. Imports nothing slow: `--h
 flag are answered before torch is loaded.
 """
 
-import difflib
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, field, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import tyro
 from tyro.conf import arg
@@ -20,6 +20,7 @@ from tyro.conf import arg
 from recipe.errors import UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
+from recipe.settings.others import in_our_words
 from recipe.settings.presets import PRESETS, preset
 from recipe.world import World
 
@@ -62,7 +63,10 @@ def read_flags(
         if {shorthand, flag} <= given:
             raise UserError(f"{shorthand}: stands for a value of {flag}; give one of the two")
     base = replace(_chosen_preset(argv), **knobs.settings)
-    config = _resolve(_parse_flags(base, argv, talk, program))
+    parsed, unknown = _parse_flags(base, argv, talk, program)
+    if unknown:
+        _refuse_words(engine, world_size, argv, unknown, program)
+    config = _resolve(parsed)
     # A preset's loss scale is for its fp16; another precision, given by a flag, has its default.
     if "--loss-scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
         config = replace(config, loss_scale=None)
@@ -86,8 +90,11 @@ def are_digits(argv: Sequence[str]) -> bool:
     )
 
 
-def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None) -> Config:
-    """Parse into one group of flags a section, then into the flat Config."""
+def _parse_flags(
+    base: Config, argv: list[str], talk: bool, program: str | None
+) -> tuple[Config, list[str]]:
+    """Parse into one group of flags a section, then into the flat Config; and the words that belong
+    to no flag."""
     types = get_type_hints(Config)
     sections: list[Any] = []
     for title, section in SECTIONS.items():
@@ -112,57 +119,38 @@ def _parse_flags(base: Config, argv: list[str], talk: bool, program: str | None)
         console_outputs=talk,
         return_unknown_args=True,
     )
-    if unknown:
-        raise UserError(_about_unknown(unknown[0]))
     values = {
         name: value for title in SECTIONS for name, value in asdict(getattr(parsed, title)).items()
     }
-    return Config(preset=parsed.preset, **values)
+    return Config(preset=parsed.preset, **values), unknown
 
 
-# What other trainers call it, and what is closest to it here.
-OTHERS_FLAGS = {
-    "--amp": "--precision bf16 or fp16",
-    "--data-dir": "--data DIR",
-    "--data-path": "--data DIR",
-    "--output-dir": "--log-dir DIR",
-    "--print-freq": "--log-interval N",
-    "--sync-bn": "--batch-norm sync",
-    "--dist-backend": "--transport",
-    "--dist-url": "the launcher's flags (docs/launching.md)",
-    "--world-size": "the launcher's flags (docs/launching.md)",
-    "--local-rank": "torchrun, in place of python -m torch.distributed.launch, which adds it",
-}
-
-
-def _about_unknown(word: str) -> str:
-    """What to say about a word of the command line that is no flag."""
-    if not word.startswith("-"):
-        return f"{word}: belongs to no flag; if the images are there, say --data {word}"
-    word = word.partition("=")[0]
-    if word in ("--lr", "--learning-rate"):
-        return (
-            f"{word}: there is no such flag; --base-lr is the rate of one worker, and multiplied "
-            "by the number of workers and --batches-per-allreduce"
-        )
-    close = difflib.get_close_matches(word, _flag_names(), n=1)
-    meant = OTHERS_FLAGS.get(word.replace("_", "-")) or (close[0] if close else None)
-    hint = f"did you mean {meant}?" if meant else "--help lists all"
-    return f"{word}: there is no such flag; {hint}"
-
-
-def _flag_names() -> list[str]:
-    """All flags, under each of their names."""
-    names = []
-    for name in FLAGS.keys() - {"knob_variables"}:  # which --knobs sets
-        is_bool = isinstance(getattr(Config(), name), bool)
-        names += [spelled(name), *[spelled(f"no_{name}")][:is_bool], *FLAGS[name].aliases]
-    return sorted(names)
+def _refuse_words(
+    engine: str, world_size: int, argv: list[str], unknown: list[str], program: str | None
+) -> NoReturn:
+    """UserError with all that is wrong with a line of which the parser does not know these words,
+    and that line in our words."""
+    base = _chosen_preset(["--data", "", *argv])  # other trainers' lines are about ImageNet
+    config, _ = _parse_flags(base, argv, talk=False, program=None)
+    line, _ = in_our_words(argv, unknown, config, world_size)
+    more = []
+    try:
+        config, _ = _parse_flags(_chosen_preset(line), line, talk=False, program=None)
+        check(_resolve(config), engine, world_size)
+    except UserError as error:
+        more = str(error).splitlines()
+    except SystemExit:  # the parser does not know a value, and will say so
+        pass
+    line, told = in_our_words(argv, unknown, config, world_size)
+    lines = ["not all of this command line is meant for this trainer:", *told, *more]
+    corrected = f"corrected: {program or sys.argv[0]} {shlex.join(line)}"
+    raise UserError("\n  ".join(lines) + f"\n{corrected}")
 
 
 OPT_LEVELS: dict[str, Literal["fp32", "fp16", "O2", "O3"]] = {
     "O0": "fp32", "O1": "fp16", "O2": "O2", "O3": "O3"
 }  # fmt: skip
+SCHEDULES: dict[str, Literal["step", "cosine"]] = {"steplr": "step", "cosineannealinglr": "cosine"}
 
 
 def _resolve(config: Config) -> Config:
@@ -171,6 +159,8 @@ def _resolve(config: Config) -> Config:
         config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
     if config.fp16_allreduce:
         config = replace(config, wire_format="fp16", fp16_allreduce=False)
+    if config.lr_scheduler in SCHEDULES:
+        config = replace(config, lr_scheduler=SCHEDULES[config.lr_scheduler])
     paths: dict[str, Any] = {
         name: home_path(spelled(name), path) for name in PATHS if (path := getattr(config, name))
     }
@@ -199,7 +189,9 @@ def check(config: Config, engine: str, world_size: int) -> None:
             (not flag.bound.holds(value), f"{spelled(name)} {value}: {flag.bound.advice}")
             for name, flag in FLAGS.items()
             if flag.bound and (value := getattr(config, name)) is not None
-        ),
+        )
+    )
+    refuse(
         *_mistakes(config),
         *_mistakes_of_the_start(config),
         *_mistakes_of_the_recipe(config),

@@ -276,9 +276,10 @@ class OptimizationFlags:
         "Weight decay of normalisation layers; default: --wd.")
     bias_weight_decay: float | None = work(None, NOT_NEGATIVE, help=
         "Weight decay of biases outside normalisation layers; default: --wd.")
-    lr_scheduler: Literal["step", "cosine", "linear"] = work("step", decides=RATES, help=
+    lr_scheduler: Literal["step", "cosine", "linear", "steplr", "cosineannealinglr"] = work("step",
+        decides=RATES, help=
         "step: times --lr-gamma at each of --lr-step-epochs. cosine, linear: down to --lr-min at "
-        "the end.")
+        "the end. steplr, cosineannealinglr: torchvision's names.")
     lr_step_epochs: tuple[int, ...] = work((30, 60, 80), needs="step schedule", decides=RATES, help=
         "Epochs at which the step schedule goes down.")
     lr_gamma: float = work(0.1, NOT_NEGATIVE, needs="step schedule", decides=RATES, help=
@@ -500,6 +501,18 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _flag_names() -> dict[str, bool]:
+    """All flags, under each of their names, and whether they take a value."""
+    names = {}
+    for name in FLAGS.keys() - {"knob_variables"}:  # which --knobs sets
+        takes_value = not isinstance(getattr(Config(), name), bool)
+        negation = [] if takes_value else [spelled(f"no_{name}")]
+        for one in (spelled(name), *negation, *FLAGS[name].aliases):
+            names[one] = takes_value
+    return names
+
+
+FLAG_NAMES = _flag_names()
 # Second names; one is a shorthand.
 ALIASES = {alias: spelled(name) for name, flag in FLAGS.items() for alias in flag.aliases}
 ALIASES["--opt-level"] = "--precision"
