@@ -572,6 +572,13 @@ def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
     assert (codes, capsys.readouterr()) == ([0, 2], ("", ""))
 
 
+def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("--list-presets") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["--preset", *PRESETS]
+    assert re.fullmatch(r"dle-50 +50 +76.25 \+- 0.04 +8 V100 +DeepLearningExamples", lines[9])
+
+
 def test_suggested_flags_exist(help_text: str) -> None:
     for name in sorted(FLAG_NAMES):
         assert re.search(rf"(?<!\S){name}\b", help_text), name
@@ -637,7 +644,7 @@ def test_help_is_grouped_and_has_every_flag_with_its_default(help_text: str) -> 
     for title in SECTIONS:
         assert f"─ {title} options ─" in help_text
     assert help_text.count("(default:") >= len(FLAGS) - 13
-    assert "(default: digits)" in help_text
+    assert "Passes over the training images. (default: 90)" in help_text  # ImageNet's
 
 
 def test_help_fits_its_columns(help_text: str) -> None:

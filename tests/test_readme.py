@@ -91,7 +91,8 @@ class Asked(BaseException):
 def flags_of(program: str, *command: str) -> set[str]:
     """The flags that one of the project's programs knows, or a command of it."""
     if program.endswith("_train/train.py"):
-        return {"--" + item.name.replace("_", "-") for item in fields(Config)}
+        names = {item.name.replace("_", "-") for item in fields(Config)}
+        return {f"--{name}" for name in (*names, "list-presets")}
 
     def stop(parser: argparse.ArgumentParser, *_: object) -> None:
         raise Asked(parser)

@@ -21,7 +21,7 @@ from recipe.errors import UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
 from recipe.settings.others import in_our_words
-from recipe.settings.presets import PRESETS, preset
+from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
 
 PATHS = ("data", "train_dir", "val_dir", "cache_dir", "log_dir", "weights", "resume")
@@ -76,8 +76,9 @@ def read_flags(
 
 def _chosen_preset(argv: list[str]) -> Config:
     name = last_value(argv, "--preset")
-    if name is None:
-        name = "digits" if are_digits(argv) else "goyal-90"
+    if name is None:  # --help shows ImageNet's
+        is_help = not {"-h", "--help"}.isdisjoint(argv)
+        name = "digits" if are_digits(argv) and not is_help else "goyal-90"
     if name not in PRESETS:
         raise UserError(f"--preset {name}: there is no such preset; {near_match(name, PRESETS)}")
     return preset(name)
@@ -106,19 +107,33 @@ def _parse_flags(
         group.__doc__ = section.__doc__
         sections.append((title, group, field(default_factory=group)))
     names = arg(help="Defaults for all other flags: " + ", ".join(PRESETS))
-    about = PRESETS[base.preset].about
+    presets = arg(help="Show each preset's epochs, and the top-1 and time that were published.")
+    chosen = PRESETS[base.preset]
     parsed: Any
     parsed, unknown = tyro.cli(
         make_dataclass(
-            "Flags", [*sections, ("preset", Annotated[str, names], base.preset)], frozen=True
+            "Flags",
+            [
+                *sections,
+                ("preset", Annotated[str, names], base.preset),
+                ("list_presets", Annotated[tyro.conf.FlagCreatePairsOff[bool], presets], False),
+            ],
+            frozen=True,
         ),
         args=argv,
         prog=program,
-        description=f"Defaults are those of --preset {base.preset}:\n\n{about}",
+        description=(
+            f"Defaults are those of --preset {base.preset}; without --data and --preset they are "
+            f"those of digits.\n\n{chosen.about} Published: {chosen.top1} % top-1 "
+            f"({chosen.source})."
+        ),
         config=(tyro.conf.OmitArgPrefixes,),
         console_outputs=talk,
         return_unknown_args=True,
     )
+    if parsed.list_presets:
+        print(table() if talk else "", end="\n" if talk else "")
+        raise SystemExit(0)
     values = {
         name: value for title in SECTIONS for name, value in asdict(getattr(parsed, title)).items()
     }

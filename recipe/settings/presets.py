@@ -1,7 +1,5 @@
-"""Presets: defaults for all flags, each with its command, its expected accuracy, and the source of
-that figure."""
+"""Presets: defaults for all flags, each with the accuracy that was published for it, and where."""
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -9,19 +7,22 @@ from recipe.settings.flags import Config
 
 
 class Preset:
-    """What is special about a recipe, and `like` which other it is beside that."""
+    """What is special about a recipe, and `like` which other it is beside that. `top1`: what the
+    `source` publishes, in percent, and the `time` that it took there."""
 
-    def __init__(self, about: str, like: str = "", **settings: Any) -> None:
-        self.about, self.like, self.settings = inspect.cleandoc(about), like, settings
+    def __init__(
+        self, about: str, *, top1: str, source: str, time: str = "", like: str = "", **settings: Any
+    ) -> None:
+        self.about, self.like, self.settings = " ".join(about.split()), like, settings
+        self.top1, self.source, self.time = top1, source, time
 
 
 PRESETS = {
     "digits": Preset(
-        """The embedded handwritten digits, half a minute on a CPU core. Top-1 of ten seeds: 98.1 to
-        99.2 % with 1 worker, 97.8 to 99.7 % with 2, 98.1 to 98.6 % with 4.
-
-        python ddp_train/train.py
-        """,
+        "The embedded handwritten digits, of ten seeds each with 1, 2 and 4 workers.",
+        top1="97.8 to 99.7",
+        source="docs/recipe.md",
+        time="half a minute, 1 core",
         arch="resnet10",
         train_crop_size=20,
         val_resize_size=20,
@@ -37,11 +38,10 @@ PRESETS = {
         label_smoothing=0.1,
     ),
     "digits-resnet18": Preset(
-        """The digits as the comparisons of `results/` trained them from 22 November 2026 on, a
-        network twice as large in less than half the steps: 96.1 to 98.6 % top-1 with 4 workers.
-
-        python compare/run.py square
-        """,
+        """The digits as the comparisons of results/ trained them from 22 November 2026 on (python
+        compare/run.py square): a network twice as large in less than half the steps, 4 workers.""",
+        top1="96.1 to 98.6",
+        source="docs/recipe.md",
         like="digits",
         arch="resnet18",
         batch_size=40,
@@ -49,12 +49,12 @@ PRESETS = {
         batch_norm_momentum=0.25,
     ),
     "goyal-90": Preset(
-        """ResNet-50 in 90 epochs as Goyal et al. 2017 (arXiv 1706.02677) scaled it: 76.40 +- 0.12 %
-        with 8 workers of 32, 76.26 +- 0.09 % with 256. Horovod's Keras example has the same
-        decay, and the same rates after warm-up: 75.66-75.88 % on 128 GPUs (horovod issue 191).
-
-        horovodrun -np 128 ... python horovod_train/train.py --data IMAGENET --preset goyal-90
-        """,
+        """ResNet-50 as Goyal et al. 2017 scaled it: with 256 workers of 32 76.26 +- 0.09 %, as here
+        with 8. Horovod's Keras example has the same decay, and the same rates after warm-up:
+        75.66-75.88 % on 128 GPUs (horovod issue 191).""",
+        top1="76.40 +- 0.12",
+        source="arXiv 1706.02677",
+        time="1 h, 256 P100",
         data="",
         wd=1e-4,
         norm_weight_decay=0.0,
@@ -63,12 +63,10 @@ PRESETS = {
         warmup_method="gradual-256",
     ),
     "tv-v1": Preset(
-        """torchvision's first recipe: ResNet-50 76.130 % with 8 workers of 32 (torchvision's
-        weights, IMAGENET1K_V1; others got 75.4 to 75.9 % from the same settings, vision issue
-        5593).
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-v1
-        """,
+        """torchvision's first recipe, ResNet-50 with 8 workers of 32 (others got 75.4 to 75.9 %
+        from the same settings, vision issue 5593).""",
+        top1="76.130",
+        source="torchvision, IMAGENET1K_V1",
         data="",
         wd=1e-4,
         base_lr=0.0125,
@@ -76,12 +74,10 @@ PRESETS = {
         lr_step_epochs=(30, 60),
     ),
     "tv-v2": Preset(
-        """torchvision's second recipe, of 600 epochs: ResNet-50 80.858 % (the moving average) with
-        8 workers of 128 (torchvision's weights, IMAGENET1K_V2; vision issue 3995, pull request
-        5201, which publish no time). torchvision trained on 8 V100 where nothing else is noted.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-v2
-        """,
+        """torchvision's second recipe, ResNet-50 with 8 workers of 128; the top-1 is the moving
+        average's (vision issue 3995, pull request 5201).""",
+        top1="80.858",
+        source="torchvision, IMAGENET1K_V2",
         data="",
         epochs=600,
         batch_size=128,
@@ -104,31 +100,27 @@ PRESETS = {
         val_resize_size=232,
     ),
     "tv-alexnet": Preset(
-        """AlexNet by torchvision's first recipe, at its own rate: 56.522 % with 8 workers of 32, on
-        8 V100 (torchvision's weights, IMAGENET1K_V1).
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-alexnet
-        """,
+        "AlexNet by torchvision's first recipe, at its own rate, 8 workers of 32.",
+        top1="56.522",
+        source="torchvision, IMAGENET1K_V1",
         like="tv-v1",
         arch="alexnet",
         base_lr=0.01 / 8,
     ),
     "tv-vgg16": Preset(
-        """VGG-16 by torchvision's first recipe, at its own rate: 71.592 % with 8 workers of 32, on
-        8 V100 (torchvision's weights, IMAGENET1K_V1). Much to send for what it computes.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset tv-vgg16
-        """,
+        """VGG-16 by torchvision's first recipe, at its own rate, 8 workers of 32. Much to send for
+        what it computes.""",
+        top1="71.592",
+        source="torchvision, IMAGENET1K_V1",
         like="tv-v1",
         arch="vgg16",
         base_lr=0.01 / 8,
     ),
     "dle-90": Preset(
-        """NVIDIA DeepLearningExamples' 90 epochs: ResNet-50 77.12 +- 0.11 % in mixed precision on 8
-        A100, 76.88 +- 0.16 % on 8 V100; 8 workers of 256.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-90
-        """,
+        "NVIDIA's ResNet-50 in mixed precision, 8 workers of 256; 76.88 +- 0.16 % on 8 V100.",
+        top1="77.12 +- 0.11",
+        source="DeepLearningExamples",
+        time="8 A100",
         data="",
         batch_size=256,
         val_batch_size=256,
@@ -145,29 +137,27 @@ PRESETS = {
         channels_last=True,
     ),
     "dle-50": Preset(
-        """The same in 50 epochs: 76.25 +- 0.04 % on 8 V100.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-50
-        """,
+        "The same in 50 epochs.",
+        top1="76.25 +- 0.04",
+        source="DeepLearningExamples",
+        time="8 V100",
         like="dle-90",
         epochs=50,
     ),
     "dle-250": Preset(
-        """The same in 250 epochs and with mixup: 78.43 +- 0.11 % on 8 A100 (at 16,621 images a
-        second), 78.25 +- 0.12 % on 8 V100.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset dle-250
-        """,
+        "The same in 250 epochs and with mixup; 78.25 +- 0.12 % on 8 V100.",
+        top1="78.43 +- 0.11",
+        source="DeepLearningExamples",
+        time="8 A100, 16,621 images/s",
         like="dle-90",
         epochs=250,
         mixup_alpha=0.2,
     ),
     "ffcv-rn50-16": Preset(
-        """FFCV's ImageNet training in 16 epochs: ResNet-50 73.8 % in 14.9 minutes on 8 A100 (README
-        of libffcv/ffcv-imagenet); 8 workers of 512.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset ffcv-rn50-16
-        """,
+        "FFCV's ImageNet training, ResNet-50 with 8 workers of 512.",
+        top1="73.8",
+        source="libffcv/ffcv-imagenet",
+        time="14.9 min, 8 A100",
         data="",
         epochs=16,
         batch_size=512,
@@ -190,21 +180,20 @@ PRESETS = {
         channels_last=True,
     ),
     "ffcv-rn50-88": Preset(
-        """The same in 88 epochs: 78.4 % in 77.2 minutes on 8 A100.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset ffcv-rn50-88
-        """,
+        "The same in 88 epochs.",
+        top1="78.4",
+        source="libffcv/ffcv-imagenet",
+        time="77.2 min, 8 A100",
         like="ffcv-rn50-16",
         epochs=88,
         resize_epochs=(65, 76),
     ),
     "rsb-a1": Preset(
-        """Procedure A1 of "ResNet strikes back" (Wightman et al. 2021, arXiv 2110.00476, table 2),
-        in 600 epochs: ResNet-50 80.4 %, in 4.6 days on 4 V100 of 32 GB; here 8 workers of 256.
-        Needs the extra `timm`.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a1
-        """,
+        """Procedure A1 of "ResNet strikes back" (Wightman et al. 2021, table 2), ResNet-50; here 8
+        workers of 256. Needs the extra `timm`.""",
+        top1="80.4",
+        source="arXiv 2110.00476",
+        time="4.6 days, 4 V100",
         data="",
         arch="timm:resnet50",
         epochs=600,
@@ -232,10 +221,9 @@ PRESETS = {
         precision="fp16",
     ),
     "rsb-a2": Preset(
-        """Procedure A2, in 300 epochs: 79.8 %.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a2
-        """,
+        "Procedure A2.",
+        top1="79.8",
+        source="arXiv 2110.00476",
         like="rsb-a1",
         epochs=300,
         wd=0.02,
@@ -243,10 +231,9 @@ PRESETS = {
         mixup_alpha=0.1,
     ),
     "rsb-a3": Preset(
-        """Procedure A3, in 100 epochs of smaller images: 78.1 %.
-
-        torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET --preset rsb-a3
-        """,
+        "Procedure A3, of smaller images.",
+        top1="78.1",
+        source="arXiv 2110.00476",
         like="rsb-a2",
         epochs=100,
         base_lr=8e-3 / 8,
@@ -262,3 +249,11 @@ def preset(name: str) -> Config:
     """The settings of this preset."""
     own = PRESETS[name]
     return replace(preset(own.like) if own.like else Config(), preset=name, **own.settings)
+
+
+def table() -> str:
+    """All presets with their epochs, and what is published of them."""
+    rows = [("--preset", "epochs", "top-1, %", "time there", "source")]
+    for name, own in PRESETS.items():
+        rows.append((name, str(preset(name).epochs), own.top1, own.time or "-", own.source))
+    return "\n".join("{:<15}  {:>6}  {:<13}  {:<23}  {}".format(*row) for row in rows)
