@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recipe import watch
 from recipe.errors import UserError, fail, refuse
 from recipe.settings.config import Config
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world
@@ -27,6 +28,7 @@ POLL_SECONDS = 0.0002  # an exchange takes a hundred times as long
 def prepare(config: Config, world: World) -> None:
     """Set the variables that `hvd.init()` reads. UserError where what started this process, or this
     build of Horovod, lacks the transport that was asked for."""
+    watch.begin("meeting the other ranks")
     prepare_mpi(world)
     if config.profile_steps:
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # or hvd.start_timeline refuses

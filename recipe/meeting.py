@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from recipe import watch
 from recipe.errors import UserError, refuse
 from recipe.settings.config import Config
 from recipe.watch import engine_timeout
@@ -29,6 +30,7 @@ def prepare_gloo(world: World) -> None:
     """Choose the interface at which Gloo listens, unless the user has: the one chosen for NCCL,
     beside which Gloo carries what lies in the CPU's memory; or, if all ranks are on one host, the
     loopback, since others have no business with its ports."""
+    watch.begin("meeting the other ranks")
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface not in psutil.net_if_addrs():  # such as a list of prefixes
         interface = "lo" if world.local_size == world.size else ""

@@ -68,6 +68,7 @@ class Session:
         readers: World | None = None,
     ) -> None:
         self.engine, self.ranks, self.data, self.device = engine, ranks, data, device
+        watch.begin("comparing settings and data with the other ranks'")
         self.world = world = ranks.world
         self.readers = readers or world
         keys = comparison_keys(engine, config, data, device)
@@ -89,6 +90,7 @@ class Session:
         self.config, self.progress, self.left_out = config, Progress(), list[int]()
         self.input = None if data.train is None else InputMeter()
         _, self.stop = training_end(config, self.readers, data, step=0, samples_seen=0)
+        watch.begin("building the network")
         if config.resume is None:  # else a checkpoint says where
             self._read_on()  # its first batches are decoded while the network is made
 
@@ -162,7 +164,8 @@ class Session:
         if self.is_complete or self.lacks_evaluation:
             self.trained = parts.whole()
             self.validate(self.trained)
-        self.recorder.open_bar(self.last_step)
+        watch.begin("compiling the network" if self.config.compile else "making the first step")
+        self.recorder.console.begin_training(self.last_step)
         self.meter.start()
         self.next_look, self.saved_at = self.first_step, time.monotonic()
         self.looked_at = self.first_step, time.perf_counter()
@@ -212,10 +215,11 @@ class Session:
         progress, num_train = self.progress, self.data.num_train
         self.epoch = progress.samples_seen // num_train
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
+        watch.begin("")
         progress.end_step(step_samples, self.meter.total_seconds, skipped_steps)
         self.meter.end_step(sums, learning_rate)
         self._pass_over()
-        self.recorder.show_step()
+        self.recorder.end_step()
         finish_checkpoint(timeout=0)
         return progress.samples_seen // num_train > self.epoch
 
@@ -258,7 +262,7 @@ class Session:
             f"{self.config.rollback}"
         )
         self.recorder.event("rollback", left_out=self.left_out)
-        self.recorder.open_bar(self.last_step)
+        self.recorder.console.begin_training(self.last_step)
         self.next_look = self.first_step
 
     def poll_stop_and_save(self) -> tuple[bool, bool]:
@@ -290,7 +294,11 @@ class Session:
         """Evaluate model and moving average on all validation images, and take the `figures` of the
         better one; they may complete the training."""
         self.meter.energy.stop()
-        evaluations = validate(parts, self.config, self.ranks, self.data, self.device, self.workers)
+        watch.begin("")
+        evaluations = validate(
+            parts, self.config, self.ranks, self.data, self.device, self.workers,
+            self.recorder.console.show_evaluation,
+        )  # fmt: skip
         step = self.progress.step
         is_session_start = step == self.first_step and (step > 0 or self.config.evaluate)
         for loss in (means(one.sums)["loss"] for one in evaluations):

@@ -11,6 +11,7 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
+from recipe import watch
 from recipe.errors import one_message
 from recipe.settings.config import Config, parse_args
 from recipe.watch import nearest_launcher, own_world, start_watchdog
@@ -36,6 +37,7 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
         if workers and config.data != "synthetic":
             start_loaders_server()
         start_watchdog(world, config.stall_timeout)
+    watch.begin("loading torch")
     return config, world
 
 

@@ -30,6 +30,7 @@ from recipe.files import read_proc
 from recipe.world import FINISH_S, LAUNCHERS, World, read_worlds
 
 POLL_S = 1.0
+SLOW_S = 2.0  # what takes longer than that before training is said
 PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
 
 # Engines give up by themselves, with a traceback that blames a rank that waits: later than this
@@ -55,6 +56,15 @@ _signs_of_life: deque[float] = deque(maxlen=BATCHES + 1)  # when the last ones w
 _paused_at = -math.inf  # when the last pause began
 peers: dict[str, tuple[str, list[int]]] = {}  # the job's hosts, by address: name, and ranks there
 whereabouts: Callable[[], str] = str  # of this rank, in words; none before training
+
+
+_task = "", math.inf  # what this rank does before it trains, and since when
+
+
+def begin(task: str) -> None:
+    """Tell the watch what this rank does from now on; "" is training."""
+    global _task
+    _task = task, time.monotonic() if task else math.inf
 
 
 def heartbeat() -> None:
@@ -221,7 +231,7 @@ def _watch(
     world: World, signals: socket.socket, launchers: dict[int, str], stall_timeout: int | None
 ) -> None:
     global _asked
-    seen, silent, asked_at = list[float](), 0.0, math.inf
+    seen, silent, asked_at, said = list[float](), 0.0, math.inf, ""
     cores = _observe_cores(world)
     while True:
         if select.select([signals], [], [], POLL_S)[0]:
@@ -233,6 +243,10 @@ def _watch(
                 _asked, asked_at = signal.Signals(number), time.monotonic()
                 _say(world, _words_for(_asked))
             continue
+        task, since = _task
+        if world.is_first and task != said and time.monotonic() - since >= SLOW_S:
+            print(f"{task} ...", file=sys.stderr, flush=True)
+            said = task
         if _asked:  # its launcher may be gone by now
             # Whoever asked may have asked this rank alone, and then no launcher kills.
             if FAILING.is_set() or time.monotonic() - asked_at > FINISH_S / 2:

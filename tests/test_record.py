@@ -25,8 +25,10 @@ from recipe.errors import EXIT_SAVED, UserError
 from recipe.files import partial_name
 from recipe.ranks import Ranks
 from recipe.record import checkpoint
+from recipe.record import console as console_module
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
+from recipe.record.console import LINE_S
 from recipe.record.meter import StepMeter
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.recorder import Recorder
@@ -159,7 +161,7 @@ def test_steps_that_were_left_out_are_said(
         for skipped in (2, 3, 3):
             recorder.progress.step += 1
             recorder.progress.skipped_steps = skipped
-            recorder.show_step()
+            recorder.end_step()
         assert re.fullmatch(f"step 9 changed no weight: .*{then}\n", capsys.readouterr().out)
 
 
@@ -210,8 +212,14 @@ def test_a_whole_run(
     }
     assert lines(folder, "eval")[1].items() >= evaluation.items()
     out = capsys.readouterr().out
-    assert out.count("\n") == 3 + 3 * 2 and "ddp 2 over Gloo, 1 worker(s)" in out
+    said = out.splitlines()
+    assert len(said) == 3 + 3 * 2 + 3 and "ddp 2 over Gloo, 1 worker(s)" in said[0]
     assert "epoch   2/3  val    loss 1.5000  top-1  50.00 %" in out
+    assert said[-3:] == [
+        "best top-1 50.00 %, of epoch 1; 0.2 min, 8 images/s",
+        f"run folder {folder}; curves: tensorboard --logdir {folder}/tensorboard",
+        "to go on: the same command, with --name run --resume auto and more --epochs",
+    ]
 
 
 def test_a_gpu_s_steps_are_written_an_interval_later(
@@ -574,14 +582,49 @@ def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: SimpleNamesp
 def test_progress_bar_only_on_rank_0_s_terminal(
     tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Training(tmp_path / "a", clock).recorder.bar is None
+    assert Training(tmp_path / "a", clock).recorder.console.bar is None
     monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True, raising=False)
-    assert Training(tmp_path / "b", clock, world=a_world(1, 2)).recorder.bar is None
+    assert Training(tmp_path / "b", clock, world=a_world(1, 2)).recorder.console.bar is None
     session = Training(tmp_path / "c", clock)
     session.steps(2)
-    bar = session.recorder.bar
-    assert bar is not None and (bar.n, bar.total) == (2, 15)
+    console = session.recorder.console
+    bar = console.bar
+    assert bar is not None and (bar.n, bar.total, bar.desc) == (2, 15, "epoch   1/3")
+    assert bar.postfix.endswith("left, 8 images/s, loss 3.0000, lr 0.1")
+    console.show_evaluation(3)
+    assert console.evaluation is not None and (console.evaluation.n, bar.n) == (3, 2)
     session.recorder.close(SUMMARY)
+    assert console.bar is None and console.evaluation is None
+
+
+def test_a_line_now_and_then_without_a_terminal(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now.s)
+    session = Training(tmp_path, clock)
+    said = []
+    for _ in range(4):
+        now.s += 0.4 * LINE_S
+        session.steps(1)
+        said += [re.sub(r"\A(?!epoch).*\n", "", capsys.readouterr().out)]
+    step_3 = "epoch   1/3  step 3/15, 02:24 left, 8 images/s, loss 4.0000, lr 0.1"
+    assert step_3 in said[2] and not any("left" in one for one in (said[0], said[1], said[3]))
+    for images in (2, 4, 9):
+        now.s += 0.4 * LINE_S
+        session.recorder.console.show_evaluation(images)
+    assert capsys.readouterr().out == "evaluating: 6 of 8 images\n"
+
+
+def test_an_evaluation_speaks_of_no_epoch(
+    tmp_path: Path, clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Training(tmp_path, clock, Progress(7, 28), replace(CONFIG, evaluate=True))
+    session.evaluate(1)
+    session.recorder.close(SUMMARY)
+    out = capsys.readouterr().out
+    assert "\nweights of step 7\nval    loss 1.5000" in out and "epoch" not in out
 
 
 # ---- tensors of the first steps, and the profile ----

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from recipe import watch
 from recipe.command import prepare_output
 from recipe.data.decoding import SuspectImages, named, suspect
 from recipe.data.digits import prepare_digits
@@ -156,6 +157,7 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
             min(config.synthetic_images, 1000),
             SYNTHETIC_CLASSES,
         )
+    watch.begin("listing the images")
     cache = Path(config.cache_dir)
     if config.train_dir and config.val_dir:
         train_dir, val_dir = Path(config.train_dir), Path(config.val_dir)

@@ -16,20 +16,21 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 import numpy as np
 from msgspec import convert
-from tqdm import tqdm
 
 from recipe.data.batches import Data, samples_per_step
 from recipe.data.image_folder import Listing
 from recipe.files import replace_file, write_json
+from recipe.record.console import Console
 from recipe.record.folder import STOP_FILE, new_folder, one_sentence, utc_now
 from recipe.record.schema import (
     METRICS,
@@ -125,7 +126,9 @@ class Recorder:
         self.folder, self.environment, self.lr_scale = folder, environment, lr_scale
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
         self.steps: list[StepLine] = []  # of the epoch so far
-        self.bar: tqdm | None = None
+        self.evaluations: list[EvalLine] = []
+        self.console = Console(config, world, data, progress)
+        self.say = self.console.say
         if world.is_first:
             self._open()
 
@@ -142,8 +145,11 @@ class Recorder:
             lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
             whole = [line for line in lines if line.endswith("\n")] if step else []
             kept = [line for line in whole if json.loads(line).get("step", 0) <= step]
-            records = [one for one in map(json.loads, kept) if one["kind"] == "step"]
-            self.steps = [convert(one, StepLine) for one in records if one["epoch"] == epoch]
+            for record in map(json.loads, kept):
+                if record["kind"] == "step" and record["epoch"] == epoch:
+                    self.steps.append(convert(record, StepLine))
+                elif record["kind"] == "eval":
+                    self.evaluations.append(convert(record, EvalLine))
             replace_file(metrics, "".join(kept))
             self.file: Any = metrics.open("a", buffering=1)
             write_json(folder / "config.json", asdict(self.config), allow_nan=False)
@@ -153,7 +159,7 @@ class Recorder:
         self.step_board = Board(folder / "tensorboard" / "steps", step + 1 if step else None)
         self._introduce()
         if step:
-            self.say(f"going on after step {step}")
+            self.say(f"{'weights of' if self.config.evaluate else 'going on after'} step {step}")
         self.event("resume" if step else "start", resumed_from=self.config.resume)
 
     def _introduce(self) -> None:
@@ -188,11 +194,6 @@ class Recorder:
         with one_sentence(self.folder):
             board.draw(x, points)
 
-    def say(self, line: str) -> None:
-        """A console line, from rank 0, above the progress bar if there is one."""
-        if self.world.is_first:
-            tqdm.write(line) if self.bar is not None else print(line, flush=True)
-
     def event(self, name: str, **others: Any) -> None:
         """Something that happened, with `others` of EventLine's fields."""
         if self.world.is_first:
@@ -205,19 +206,8 @@ class Recorder:
             self.event("replaced", image=listing.name(index), reason=reason)
             print(f"warning: replaced: {reason}", file=sys.stderr, flush=True)
 
-    def open_bar(self, last_step: int) -> None:
-        """Training begins: show a progress bar up to `last_step`, if anybody can see it."""
-        if self.world.is_first and sys.stderr.isatty():
-            self.bar = tqdm(
-                total=last_step,
-                initial=self.progress.step,
-                unit="step",
-                dynamic_ncols=True,
-                leave=False,
-            )
-
-    def show_step(self) -> None:
-        """Show on the progress bar that a step has ended, and say so if it was left out."""
+    def end_step(self) -> None:
+        """Show that a step has ended, and say so if it was left out."""
         if self.progress.skipped_steps > self.skipped_steps:
             self.skipped_steps, scale = self.progress.skipped_steps, self.config.scales_loss_by
             then = "it is halved" if scale == "dynamic" else f"choose one below {scale:g}"
@@ -225,8 +215,7 @@ class Recorder:
                 f"step {self.progress.step} changed no weight: its gradients overflowed with this "
                 f"loss scale; {then}"
             )
-        if self.bar is not None:
-            self.bar.update()
+        self.console.end_step()
 
     def write_steps(self, steps: Sequence[StepLine]) -> None:
         """Write these steps; only those before a loss that is not finite, which JSON lacks."""
@@ -241,8 +230,9 @@ class Recorder:
         points = {**figures, "lr": last.learning_rate, "throughput": speed}
         points = {f"Steps/{name.capitalize()}": value for name, value in points.items()}
         self._draw(self.step_board, last.step, points)
-        if self.bar is not None:
-            self.bar.set_postfix(loss=f"{last.loss:.4f}", lr=f"{last.learning_rate:.3g}")
+        self.console.latest = (
+            f", {speed:,.0f} images/s, loss {figures['loss']:.4f}, lr {last.learning_rate:.3g}"
+        )
 
     def write_epoch(self, epoch: int) -> None:
         """Write the training figures of an epoch (0-based) that is complete, and start the next
@@ -270,23 +260,24 @@ class Recorder:
     ) -> Figures:
         """Write evaluations that have just ended, one after the other, and return, on each rank,
         the figures of the one with the best top-1; none if there are none."""
+        self.console.end_evaluation()
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
         so_far = self.progress.total_seconds - sum(one.seconds for one in evaluations)
         for one in evaluations if self.world.is_first else ():
             figures, count = means(one.sums), int(one.sums[3])
             so_far += one.seconds
-            self._write(
-                EvalLine(
-                    epoch=epoch,
-                    step=self.progress.step,
-                    samples_seen=self.progress.samples_seen,
-                    **figures,
-                    num_images=count,
-                    seconds=one.seconds,
-                    train_seconds_so_far=so_far,
-                    weights=one.weights,
-                )
+            line = EvalLine(
+                epoch=epoch,
+                step=self.progress.step,
+                samples_seen=self.progress.samples_seen,
+                **figures,
+                num_images=count,
+                seconds=one.seconds,
+                train_seconds_so_far=so_far,
+                weights=one.weights,
             )
+            self._write(line)
+            self.evaluations.append(line)
             part = "val" if one.weights == "model" else f"val_{one.weights}"
             if not is_repeated:  # else it is drawn already
                 points = epoch_points(part, figures, one.seconds, count / one.seconds)
@@ -296,8 +287,9 @@ class Recorder:
         return means(best.sums) if best is not None else {}
 
     def _figures_line(self, epoch: int, name: str, figures: Figures) -> str:
+        place = f"epoch {epoch + 1:>3}/{self.config.epochs}  " * (not self.config.evaluate)
         return (
-            f"epoch {epoch + 1:>3}/{self.config.epochs}  {name:<5}  loss {figures['loss']:.4f}  "
+            f"{place}{name:<5}  loss {figures['loss']:.4f}  "
             f"top-1 {figures['top1']:6.2f} %  top-5 {figures['top5']:6.2f} %"
         )
 
@@ -321,6 +313,23 @@ class Recorder:
             if not is_kept:
                 write_json(path, asdict(summary), allow_nan=False)
             (self.folder / STOP_FILE).unlink(missing_ok=True)  # came too late
+        for line in self._conclusion(summary):
+            self.say(line)
+
+    def _conclusion(self, summary: Summary) -> Iterator[str]:
+        """What was reached, where it is, and how to go on, in lines."""
+        config, folder = self.config, self.folder
+        if self.evaluations and not config.evaluate:
+            best = max(self.evaluations, key=lambda line: line.top1)
+            minutes, speed = summary.total_seconds / 60, summary.images_per_second
+            took = f"{minutes / 60:.1f} h" if minutes >= 60 else f"{minutes:.1f} min"
+            rate = f", {speed:,.0f} images/s" if speed else ""
+            yield f"best top-1 {best.top1:.2f} %, of epoch {best.epoch + 1}; {took}{rate}"
+        yield f"run folder {folder}; curves: tensorboard --logdir {quote(f'{folder}/tensorboard')}"
+        if config.keep_checkpoints and not config.evaluate:
+            more = "--max-steps" if self.progress.step == config.max_steps else "--epochs"
+            name = quote(folder.name)
+            yield f"to go on: the same command, with --name {name} --resume auto and more {more}"
 
     def stop(self) -> bool:
         """End the record of a run that was asked to stop: without a summary, for it is not complete
@@ -328,7 +337,7 @@ class Recorder:
         if not self.world.is_first:
             return False
         kept = (
-            "the same command with --resume auto goes on"
+            f"the same command with --name {quote(self.folder.name)} --resume auto goes on"
             if self.config.keep_checkpoints
             else "--keep-checkpoints 0 keeps nothing to go on from"
         )
@@ -344,9 +353,7 @@ class Recorder:
         """Nothing more is written."""
         if not self.world.is_first:
             return
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.console.close()
         with one_sentence(self.folder):
             for file in (self.file, self.board, self.step_board):
                 file.close()

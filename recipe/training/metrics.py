@@ -1,7 +1,7 @@
 """Loss, top-1 and top-5 as sums and counts, exact at any split over batches and ranks."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from recipe.watch import expect_delay, heartbeat
 # A vector of sums: loss, images whose label was the best guess, among the five best, images;
 # float64 [4].
 Sums = torch.Tensor
+Show = Callable[[int], object]  # of how many images this rank has evaluated more
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,14 @@ def means(sums: Sums) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], config: Config, device: torch.device
+    model: nn.Module,
+    batches: Iterable[Batch],
+    config: Config,
+    device: torch.device,
+    show: Show = lambda images: None,
 ) -> Sums:
     """Sums over this rank's validation images; the ranks' sums added up are exact, whatever their
-    number."""
+    number. `show`, if given, is told of each batch."""
     was_training = model.training
     network = working_copy(model, config).eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -71,6 +76,7 @@ def evaluate(
                 outputs = (outputs + network(images.flip(-1))) / 2
         loss = nn.functional.cross_entropy(outputs.float(), targets)
         sums += batch_sums(outputs, targets, loss)
+        show(len(targets))
     expect_delay()  # another rank may read its images more slowly
     network.train(was_training)
     return sums
@@ -83,6 +89,7 @@ def validate(
     data: Data,
     device: torch.device,
     workers: int,
+    show: Show = lambda images: None,
 ) -> list[Evaluation]:
     """The model and its moving average, if it has one, on all validation images. Nothing for
     synthetic data, whose labels are random, unless a flag asks for it."""
@@ -97,6 +104,6 @@ def validate(
         if candidate is not None:
             started = time.perf_counter()
             batches = validation_batches(data, config, ranks.world, device, workers)
-            sums = ranks.sum(evaluate(candidate, batches, config, device)).cpu()
+            sums = ranks.sum(evaluate(candidate, batches, config, device, show)).cpu()
             evaluations.append(Evaluation(weights, sums, time.perf_counter() - started))
     return evaluations

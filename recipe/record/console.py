@@ -1,0 +1,89 @@
+"""What rank 0 says while a run goes on: in a terminal by progress bars, elsewhere, as in the log of
+a batch system, by a line now and then. Other ranks say nothing."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from recipe.data.batches import Data
+from recipe.settings.config import Config
+from recipe.training.state import Progress
+from recipe.world import World
+
+LINE_S = 30.0  # between two lines, at least
+
+
+class Console:
+    """The lines and bars of one session."""
+
+    def __init__(self, config: Config, world: World, data: Data, progress: Progress) -> None:
+        self.config, self.world, self.data, self.progress = config, world, data, progress
+        self.has_bars = world.is_first and sys.stderr.isatty()
+        self.bar: tqdm | None = None
+        self.evaluation: tqdm | None = None
+        self.latest = ""  # figures of the steps that were written last
+        self.evaluated, self.said_at = 0, time.monotonic()
+
+    def say(self, line: str) -> None:
+        """A line, above the bars."""
+        if self.world.is_first:
+            tqdm.write(line) if self.has_bars else print(line, flush=True)
+            self.said_at = time.monotonic()
+
+    def begin_training(self, last_step: int) -> None:
+        """Steps up to `last_step` begin."""
+        self.began, self.began_after = time.monotonic(), self.progress.step
+        self.last_step = last_step
+        if self.has_bars and last_step > self.progress.step:
+            self.bar = tqdm(
+                total=last_step,
+                initial=self.progress.step,
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+                dynamic_ncols=True,
+                leave=False,
+            )
+
+    def end_step(self) -> None:
+        """A step has ended, and is counted."""
+        if not self.world.is_first:
+            return
+        step, epoch = self.progress.step, self.progress.samples_seen // self.data.num_train
+        place = f"epoch {min(epoch + 1, self.config.epochs):>3}/{self.config.epochs}"
+        # With all that happens between steps, evaluations and checkpoints, too.
+        step_s = (time.monotonic() - self.began) / (step - self.began_after)
+        left = f"{tqdm.format_interval(step_s * (self.last_step - step))} left{self.latest}"
+        if self.bar is not None:
+            self.bar.set_description_str(place, refresh=False)
+            self.bar.set_postfix_str(left, refresh=False)
+            self.bar.update()
+        elif time.monotonic() - self.said_at >= LINE_S:
+            self.say(f"{place}  step {step:,}/{self.last_step:,}, {left}")
+
+    def show_evaluation(self, images: int) -> None:
+        """This rank has evaluated so many more images, and the others about as many each."""
+        if not self.world.is_first:
+            return
+        total = self.data.num_val * (1 + self.config.model_ema)
+        images = min(images * self.world.size, total - self.evaluated)
+        self.evaluated += images
+        if self.has_bars:
+            self.evaluation = self.evaluation or tqdm(
+                total=total, desc="evaluating", unit=" images", dynamic_ncols=True, leave=False
+            )
+            self.evaluation.update(images)
+        elif time.monotonic() - self.said_at >= LINE_S:
+            self.say(f"evaluating: {self.evaluated:,} of {total:,} images")
+
+    def end_evaluation(self) -> None:
+        """The bar of an evaluation goes."""
+        if self.evaluation is not None:
+            self.evaluation.close()
+        self.evaluation, self.evaluated = None, 0
+
+    def close(self) -> None:
+        """Nothing more is shown."""
+        self.end_evaluation()
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
