@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from msgspec import convert
@@ -38,7 +39,7 @@ from recipe.record.fingerprint import (
 )
 from recipe.record.folder import STOP_FILE, open_run_folder
 from recipe.record.meter import StepMeter, Usage, measure_usage, straggler, summarize
-from recipe.record.recorder import Recorder
+from recipe.record.recorder import Recorder, Silence
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
 from recipe.settings.config import Config
@@ -152,7 +153,8 @@ class Session:
 
     def _open_record(self) -> None:
         speaker = replace(self.world, size=self.readers.size)  # who reads makes up a step
-        self.recorder = Recorder(
+        kind: Any = Recorder if self.world.is_first else Silence
+        self.recorder: Recorder = kind(
             self.config, speaker, self.data, self.folder, self.progress, self.environment,
             self.lr_scale,
         )  # fmt: skip
@@ -301,13 +303,15 @@ class Session:
         )  # fmt: skip
         step = self.progress.step
         is_session_start = step == self.first_step and (step > 0 or self.config.evaluate)
-        for loss in (means(one.sums)["loss"] for one in evaluations):
+        figures = [means(one.sums) for one in evaluations]
+        for loss in (one["loss"] for one in figures):
             if not math.isfinite(loss):
                 self.recorder.event("diverged")
             check_loss(loss, f"of validation after step {step}", is_session_start)
         self.progress.total_seconds = self.meter.total_seconds
         is_repeated = is_session_start and not (self.config.evaluate or self.lacks_evaluation)
-        self.figures = self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
+        self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
+        self.figures = max(figures, key=lambda one: one["top1"], default={})
         is_best = self.progress.take_best(self.figures)
         if is_best and self.world.is_first and self.keeps_checkpoints:
             mark_best(step_path(self.folder / "checkpoints", step))
@@ -344,7 +348,7 @@ class Session:
         model = self.trained.model
         if self.stopped:
             # Together: a launcher that sees one rank end in this way may kill the others.
-            asked_by_file = self.ranks.sum(torch.tensor([int(self.recorder.stop())]))
+            asked_by_file = self.ranks.sum(torch.tensor([int(self.recorder.stop() or 0)]))
             return 0 if asked_by_file.item() else EXIT_SAVED
         own = measure_usage(self.meter, self.world, model, self.device)
         used = convert(self.ranks.gather(asdict(own)), list[Usage])

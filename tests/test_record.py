@@ -31,7 +31,7 @@ from recipe.record import recorder as record
 from recipe.record.console import LINE_S
 from recipe.record.meter import StepMeter
 from recipe.record.probes import StepProfiler, write_trace
-from recipe.record.recorder import Recorder
+from recipe.record.recorder import Recorder, Silence
 from recipe.record.resume import take_over
 from recipe.record.schema import WARM_UP_STEPS
 from recipe.session import LOOK_SECONDS, Session
@@ -80,7 +80,8 @@ class Training(Session):
             self.progress.step,
             15,
         )
-        self.recorder = Recorder(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
+        kind: Any = Recorder if self.world.is_first else Silence
+        self.recorder = kind(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
         self.meter = StepMeter(config, self.world, CPU, DATA, self.progress)
         self.begin_training(Trainables(*[None] * 4))  # type: ignore[arg-type]
 
@@ -573,8 +574,8 @@ def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: SimpleNamesp
     session = Training(tmp_path, clock)
     session.progress.total_seconds = 10.0
     better = Evaluation("ema", SUMS + torch.tensor([0, 1, 0, 0]), 2.0)
-    figures = session.recorder.write_evaluations(0, [Evaluation("model", SUMS, 1.0), better])
-    assert figures["top1"] == 62.5
+    session.recorder.write_evaluations(0, [Evaluation("model", SUMS, 1.0), better])
+    assert session.recorder.evaluations[-1].top1 == 62.5
     assert lines(tmp_path, "eval", "weights") == ["model", "ema"]
     assert lines(tmp_path, "eval", "train_seconds_so_far") == [8.0, 10.0]
 
@@ -584,7 +585,8 @@ def test_progress_bar_only_on_rank_0_s_terminal(
 ) -> None:
     assert Training(tmp_path / "a", clock).recorder.console.bar is None
     monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True, raising=False)
-    assert Training(tmp_path / "b", clock, world=a_world(1, 2)).recorder.console.bar is None
+    Training(tmp_path / "b", clock, world=a_world(1, 2)).steps(1)
+    assert not (tmp_path / "b").exists()
     session = Training(tmp_path / "c", clock)
     session.steps(2)
     console = session.recorder.console

@@ -1,5 +1,5 @@
 """What rank 0 says while a run goes on: in a terminal by progress bars, elsewhere, as in the log of
-a batch system, by a line now and then. Other ranks say nothing."""
+a batch system, by a line now and then."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ class Console:
 
     def __init__(self, config: Config, world: World, data: Data, progress: Progress) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
-        self.has_bars = world.is_first and sys.stderr.isatty()
+        self.has_bars = sys.stderr.isatty()
         self.bar: tqdm | None = None
         self.evaluation: tqdm | None = None
         self.latest = ""  # figures of the steps that were written last
@@ -27,9 +27,8 @@ class Console:
 
     def say(self, line: str) -> None:
         """A line, above the bars."""
-        if self.world.is_first:
-            tqdm.write(line) if self.has_bars else print(line, flush=True)
-            self.said_at = time.monotonic()
+        tqdm.write(line) if self.has_bars else print(line, flush=True)
+        self.said_at = time.monotonic()
 
     def begin_training(self, last_step: int) -> None:
         """Steps up to `last_step` begin."""
@@ -46,8 +45,6 @@ class Console:
 
     def end_step(self) -> None:
         """A step has ended, and is counted."""
-        if not self.world.is_first:
-            return
         step, epoch = self.progress.step, self.progress.samples_seen // self.data.num_train
         place = f"epoch {min(epoch + 1, self.config.epochs):>3}/{self.config.epochs}"
         # With all that happens between steps, evaluations and checkpoints, too.
@@ -62,8 +59,6 @@ class Console:
 
     def show_evaluation(self, images: int) -> None:
         """This rank has evaluated so many more images, and the others about as many each."""
-        if not self.world.is_first:
-            return
         total = self.data.num_val * (1 + self.config.model_ema)
         images = min(images * self.world.size, total - self.evaluated)
         self.evaluated += images

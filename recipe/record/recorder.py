@@ -109,8 +109,19 @@ class Board:
             self.file.close()
 
 
+class Silence:
+    """What other ranks have in place of a Recorder: whatever is called of it does nothing."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *_: Any, **others: Any) -> None: ...
+
+
 class Recorder:
-    """Writes the run folder and the console lines, on rank 0 alone."""
+    """Writes the run folder and the console lines, on rank 0."""
 
     def __init__(
         self,
@@ -129,11 +140,7 @@ class Recorder:
         self.evaluations: list[EvalLine] = []
         self.console = Console(config, world, data, progress)
         self.say = self.console.say
-        if world.is_first:
-            self._open()
-
-    def _open(self) -> None:
-        if self.config.evaluate and (self.folder / "metrics.jsonl").exists():
+        if config.evaluate and (self.folder / "metrics.jsonl").exists():
             # The record of the training that is evaluated stays as it is.
             self.folder = new_folder(self.folder / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}")
         folder, step = self.folder, self.progress.step
@@ -159,8 +166,8 @@ class Recorder:
         self.step_board = Board(folder / "tensorboard" / "steps", step + 1 if step else None)
         self._introduce()
         if step:
-            self.say(f"{'weights of' if self.config.evaluate else 'going on after'} step {step}")
-        self.event("resume" if step else "start", resumed_from=self.config.resume)
+            self.say(f"{'weights of' if config.evaluate else 'going on after'} step {step}")
+        self.event("resume" if step else "start", resumed_from=config.resume)
 
     def _introduce(self) -> None:
         """Say what is trained, and on what."""
@@ -196,13 +203,12 @@ class Recorder:
 
     def event(self, name: str, **others: Any) -> None:
         """Something that happened, with `others` of EventLine's fields."""
-        if self.world.is_first:
-            fields: dict[str, Any] = {"time_utc": utc_now(), "step": self.progress.step, **others}
-            self._write(EventLine(name=name, **fields))
+        fields: dict[str, Any] = {"time_utc": utc_now(), "step": self.progress.step, **others}
+        self._write(EventLine(name=name, **fields))
 
     def write_replaced(self, listing: Listing, replaced: dict[int, str]) -> None:
         """List bad images of `listing` that others took the place of: by index, why."""
-        for index, reason in replaced.items() if self.world.is_first else ():
+        for index, reason in replaced.items():
             self.event("replaced", image=listing.name(index), reason=reason)
             print(f"warning: replaced: {reason}", file=sys.stderr, flush=True)
 
@@ -219,8 +225,6 @@ class Recorder:
 
     def write_steps(self, steps: Sequence[StepLine]) -> None:
         """Write these steps; only those before a loss that is not finite, which JSON lacks."""
-        if not self.world.is_first:
-            return
         with one_sentence(self.folder):
             (self.folder / "summary.json").unlink(missing_ok=True)  # complete no longer
         for line in takewhile(lambda line: math.isfinite(line.loss), steps):
@@ -237,8 +241,6 @@ class Recorder:
     def write_epoch(self, epoch: int) -> None:
         """Write the training figures of an epoch (0-based) that is complete, and start the next
         one's."""
-        if not self.world.is_first:
-            return
         figures, seconds, speed = total(self.steps)
         self._write(
             EpochLine(
@@ -257,13 +259,12 @@ class Recorder:
 
     def write_evaluations(
         self, epoch: int, evaluations: Sequence[Evaluation], is_repeated: bool = False
-    ) -> Figures:
-        """Write evaluations that have just ended, one after the other, and return, on each rank,
-        the figures of the one with the best top-1; none if there are none."""
+    ) -> None:
+        """Write evaluations that have just ended, one after the other."""
         self.console.end_evaluation()
         epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
         so_far = self.progress.total_seconds - sum(one.seconds for one in evaluations)
-        for one in evaluations if self.world.is_first else ():
+        for one in evaluations:
             figures, count = means(one.sums), int(one.sums[3])
             so_far += one.seconds
             line = EvalLine(
@@ -283,8 +284,6 @@ class Recorder:
                 points = epoch_points(part, figures, one.seconds, count / one.seconds)
                 self._draw(self.board, epoch + 1, points)
             self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
-        best = max(evaluations, key=lambda one: means(one.sums)["top1"], default=None)
-        return means(best.sums) if best is not None else {}
 
     def _figures_line(self, epoch: int, name: str, figures: Figures) -> str:
         place = f"epoch {epoch + 1:>3}/{self.config.epochs}  " * (not self.config.evaluate)
@@ -296,8 +295,6 @@ class Recorder:
     def close(self, summary: Summary) -> None:
         """Write the summary, which marks the run as complete, and the hyper-parameters beside
         TensorBoard's scalars."""
-        if not self.world.is_first:
-            return
         self.event("end")
         path, has_trained = self.folder / "summary.json", self.progress.step > self.first_step
         # One of a run that was complete already: its figures are not this short session's.
@@ -334,8 +331,6 @@ class Recorder:
     def stop(self) -> bool:
         """End the record of a run that was asked to stop: without a summary, for it is not complete
         and goes on with --resume. Whether the stop file asked, on rank 0."""
-        if not self.world.is_first:
-            return False
         kept = (
             f"the same command with --name {quote(self.folder.name)} --resume auto goes on"
             if self.config.keep_checkpoints
@@ -351,8 +346,6 @@ class Recorder:
 
     def close_files(self) -> None:
         """Nothing more is written."""
-        if not self.world.is_first:
-            return
         self.console.close()
         with one_sentence(self.folder):
             for file in (self.file, self.board, self.step_board):
