@@ -288,7 +288,8 @@ def restore(
                 f"--resume {name}: is not a checkpoint of this project; to start from its weights "
                 "use --weights"
             )
-        refuse((misfit := _misfit(checkpoint, config, world, data), f"--resume {name}: {misfit}"))
+        for misfit, words in _misfits(checkpoint, config, world, data):
+            refuse((misfit, f"--resume {name}: {words}"))
         refuse((
             bad := not_finite(checkpoint),
             f"--resume {name}: {bad} is not finite, for the training that wrote it had "
@@ -337,60 +338,69 @@ SAME_WEIGHTS = ("arch", "blur_pool")
 SAME_TRAINING = ("optimizer", "seed", "model_ema", "augment_repeats")
 
 
-def _misfit(checkpoint: dict[str, Any], config: Config, world: World, data: Data) -> str | None:
-    """Why this run cannot go on from it, and what to do instead; None if it can."""
+def _misfits(
+    checkpoint: dict[str, Any], config: Config, world: World, data: Data
+) -> list[tuple[Any, str]]:
+    """Why this run cannot go on from it, and what to do instead; the first says it."""
     saved, momenta = checkpoint["config"], checkpoint.get("momenta")
     names = [*SAME_WEIGHTS, *(SAME_TRAINING if not config.evaluate else ())]
     if config.model_ema:  # to be evaluated, too
         names.append("model_ema")
-    for name in names:
-        then, now = saved.get(name, getattr(Config(), name)), getattr(config, name)
-        if then != now:
-            return (
-                f"was trained with {spelled(name)} {then}, and this run has {now}; start it with "
-                "the same, or from the weights alone with --weights"
-            )
+    pairs = {
+        name: (saved.get(name, getattr(Config(), name)), getattr(config, name)) for name in names
+    }
+    misfits: list[tuple[Any, str]] = [
+        (
+            then != now,
+            f"was trained with {spelled(name)} {then}, and this run has {now}; start it with the "
+            "same, or from the weights alone with --weights",
+        )
+        for name, (then, now) in pairs.items()
+    ]
     if config.evaluate:
-        return None
+        return misfits
     told = checkpoint["progress"]
-    if told["step"] > (config.max_steps or math.inf) or (
+    is_past = told["step"] > (config.max_steps or math.inf) or (
         saved.get("epochs", 0) > config.epochs
         and told["samples_seen"] > config.epochs * data.num_train
-    ):
-        return (
-            f"is of step {told['step']}, past the end that --epochs {config.epochs} or "
-            "--max-steps sets: nothing is left to train; raise that, or look at it with --evaluate"
-        )
+    )
     images = checkpoint.get("data") or data.identity  # which older ones lack
     order = data.identity["order_sha256"]
-    if images.get("order_sha256", order) != order and not config.allow_changed_data:
-        return (
-            f"was trained on images in the order of numpy {checkpoint.get('numpy')}, and "
-            f"{np.__version__} here draws another; install that one, or add --allow-changed-data"
-        )
     known = {name: own for name, own in data.identity.items() if name in images}
     # Contents are known of shards alone.
     is_changed = known != {name: images[name] for name in known} or "sha256" not in images
-    if is_changed and not config.allow_changed_data:
-        then, now = (
-            f"{one['num_train']:,} training and {one['num_val']:,} validation images"
-            for one in (images, data.identity)
-        )
-        return (
+    then, now = (
+        f"{one['num_train']:,} training and {one['num_val']:,} validation images"
+        for one in (images, data.identity)
+    )
+    return [
+        *misfits,
+        (
+            is_past,
+            f"is of step {told['step']}, past the end that --epochs {config.epochs} or "
+            "--max-steps sets: nothing is left to train; raise that, or look at it with --evaluate",
+        ),
+        (
+            images.get("order_sha256", order) != order and not config.allow_changed_data,
+            f"was trained on images in the order of numpy {checkpoint.get('numpy')}, and "
+            f"{np.__version__} here draws another; install that one, or add --allow-changed-data",
+        ),
+        (
+            is_changed and not config.allow_changed_data,
             f"was trained on {then}, and here are {now}, or as many of other names, classes or "
-            "contents; bring the old data back, or add --allow-changed-data"
-        )
-    if momenta and not (config.use_adasum and len(momenta) == world.size):
-        return (
-            f"holds the momentum of each of {len(momenta)} workers under --use-adasum; go on with "
-            "as many and with that flag, or start from its weights with --weights"
-        )
-    if saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta:
-        return (
+            "contents; bring the old data back, or add --allow-changed-data",
+        ),
+        (
+            momenta and not (config.use_adasum and len(momenta) == world.size),
+            f"holds the momentum of each of {len(momenta or ())} workers under --use-adasum; go on "
+            "with as many and with that flag, or start from its weights with --weights",
+        ),
+        (
+            saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta,
             "was trained with --use-adasum and holds one worker's momentum only, from which "
-            "others cannot go on exactly; start from its weights with --weights"
-        )
-    return None
+            "others cannot go on exactly; start from its weights with --weights",
+        ),
+    ]
 
 
 def changed_settings(checkpoint: dict[str, Any], config: Config, world: World) -> str:
