@@ -17,8 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import a_config, a_world
 
-from baselines import single_process
-from baselines.mpi4py_train import PlainMPI
 from ddp_train.buckets import bucket_sizes
 from recipe import errors
 from recipe.errors import UserError
@@ -685,40 +683,6 @@ def test_what_a_rung_lacks_is_refused(given: dict[str, Any], message: str | None
         a_rung("none", ("precision fp16", "model_ema"), ("profile_steps",))(
             a_config(**given), a_world()
         )
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"bucket_cap_mb": 5.0},
-        {"first_bucket_mb": 5.0},
-        {"gradient_as_bucket_view": False},
-        {"static_graph": True},
-        {"num_groups": 2},
-        {"wire_format": "fp16"},
-    ],
-)
-def test_mpi_without_an_engine_has_no_buckets(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="not supported by this script"):
-        PlainMPI(a_config(**given), a_world(0, 2, launcher="mpirun"))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"weights": "w.pt"},
-        {"resume": "auto"},
-        {"evaluate": True},
-        {"desired_acc": 50.0},
-        {"model_ema": True},
-        {"checkpoint_steps": 5},
-        {"bad_images": "replace"},
-        {"tensor_steps": 2},
-    ],
-)
-def test_what_a_single_process_would_leave_out_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"^--[a-z-]+ .*: not supported by this script; remove it"):
-        single_process.main(a_config(**given), a_world())
 
 
 @pytest.mark.parametrize(
