@@ -68,7 +68,7 @@ def test_a_flag_that_the_trainers_refuse_is_refused_before_anything_is_shown(
     assert main([*how, "--", "--bath-size", "3"]) == 2
     told = capfd.readouterr()
     assert told.out == "" and list(here.iterdir()) == []
-    assert "--bath-size: there is no such flag; did you mean --batch-size?" in told.err
+    assert "--bath-size 3: write --batch-size 3\ncorrected: python" in told.err
     with pytest.raises(SystemExit) as ended:
         main([*how, "--", "--batch-size", "many"])
     told = capfd.readouterr()
