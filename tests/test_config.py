@@ -376,8 +376,11 @@ def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str
     assert all(map(str.startswith, said, expected)) and len(said) == len(expected)
 
 
-def test_others_flags_are_none_of_ours() -> None:
+def test_others_flags_are_none_of_ours_and_those_in_the_docs_are_known() -> None:
     assert not OTHERS_FLAGS.keys() & FLAG_NAMES.keys()
+    rows = re.findall(r"^\| (`-.*?) \| [EVHA ]+ \|", (ROOT / "docs/flags.md").read_text(), re.M)
+    flags = {flag.replace("_", "-") for row in rows for flag in re.findall(r"`(-[\w-]+)", row)}
+    assert len(flags) > 40 and flags <= OTHERS_FLAGS.keys() | FLAG_NAMES.keys()
 
 
 VALUES = st.one_of(
