@@ -269,6 +269,8 @@ def test_folders(line: str, train_dir: str | None, val_dir: str | None) -> None:
         ({**GROWING, "resize_epochs": (1, 1)}, "0 <= BEGIN < END <= 4"),
         ({**GROWING, "resize_epochs": (1, 5)}, "0 <= BEGIN < END <= 4"),
         ({**GROWING, "dali": True}, "--first-crop-size: cannot be combined with --dali"),
+        ({"auto_augment": "ra", "dali": True}, "cannot be combined with --dali"),
+        ({"random_erase": 0.1, "dali": True}, "cannot be combined with --dali"),
         ({"bad_images": "replace", "dali": True}, "--bad-images replace: cannot be combined with"),
         ({"lr_restart_epochs": (3, 2)}, "--lr-restart-epochs 3 2: give ascending"),
         ({"lr_restart_epochs": (1,)}, "between --warmup-epochs 1 and --epochs 4"),
