@@ -89,6 +89,20 @@ def refuse(*mistakes: tuple[object, str]) -> None:
         raise UserError("\n".join(made))
 
 
+@contextmanager
+def system_errors(path: str | Path, failure: str, remedy: str) -> Iterator[None]:
+    """Turn an error of the system about `path`, or about something in it, into a UserError: that it
+    `failure` ("cannot be read"), and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            (error.errno == errno.EMFILE and limit_reached(error))
+            or f"{os.fsdecode(error.filename or path)}: {failure} ({error.strerror or error}). "
+            f"{remedy}"
+        ) from error
+
+
 def near_match(name: str, known: Collection[str]) -> str:
     """The end of a message about a name that is not known."""
     close = difflib.get_close_matches(name, known, n=1)

@@ -2,8 +2,10 @@
 
 import hashlib
 import io
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -136,11 +139,10 @@ def test_interrupted_and_started_again(
         next((out / UNFINISHED / part).rglob("*.JPEG")).write_text("half")
         raise error
 
-    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, UserError)) as raised:
+    ended = (KeyboardInterrupt, UserError)
+    with monkeypatch.context() as patch, pytest.raises(ended, match=r"^$|No space left on device"):
         patch.setattr(imagenet, name, broken)
         unpack(archives, out)
-    if isinstance(error, OSError):
-        assert "cannot be written (No space left on device)" in str(raised.value)
     assert not (out / part).exists()
     with pytest.raises(UserError, match=r"not complete yet.*prepare unpack"):
         list_images(out / part, tmp_path / "cache")
@@ -151,9 +153,8 @@ def test_interrupted_and_started_again(
 @pytest.mark.parametrize("part", ["train", "val", "devkit"])
 def test_archives_that_are_missing_or_damaged(archives: Path, tmp_path: Path, part: str) -> None:
     name, md5 = ARCHIVE_META[part]
-    content = bytearray((archives / name).read_bytes())
-    content[len(content) // 2] ^= 0x5A
-    (archives / name).write_bytes(content)
+    with open(archives / name, "ab") as file:
+        file.write(b"\0")
     with pytest.raises(UserError, match=rf"{name}: .*MD5 is not .*{md5}"):
         unpack(archives, tmp_path / "out")
     assert not (tmp_path / "out" / part).exists()
@@ -163,36 +164,23 @@ def test_archives_that_are_missing_or_damaged(archives: Path, tmp_path: Path, pa
 
 
 def test_output_that_cannot_be_written(
-    archives: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    archives: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert main(["unpack", str(archives), str(tmp_path / "file" / "out")]) == 1
-    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+    words = ["unpack", str(archives), str(tmp_path / "file" / "out")]
+    assert "cannot be written (Not a directory)" in refusal(main, words, 1)
 
 
 # ---- the flat validation folder ----
 
 
-def refused(val: Path, labels: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    before = tree(val)
-    assert main(["sort-val", str(val), "--labels", str(labels)]) == 1
-    assert tree(val) == before, "nothing may be moved"
-    message = capsys.readouterr().err
-    assert message.startswith("python -m recipe.data.prepare: ") and message.count("\n") == 1
-    return message
-
-
 @pytest.mark.parametrize("with_devkit", [False, True])
-def test_flat_folder(
-    val: Path, archives: Path, table: Path, with_devkit: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flat_folder(val: Path, archives: Path, table: Path, with_devkit: bool) -> None:
     labels = archives / ARCHIVE_META["devkit"][0] if with_devkit else table
     assert read_labels(labels) == LABELS
-    command = ["sort-val", str(val), "--labels", str(labels)]
     for moved, in_place in ((10, 0), (0, 10)):
-        assert main(command) == 0
-        line = f"{val}: moved {moved} images, {in_place} were in place\n"
-        assert capsys.readouterr().out == line
+        line = f"{val}: moved {moved} images, {in_place} were in place"
+        assert sort_val(val, labels) == [line]
     assert tree(val) == VAL
     assert list_images(val, val.parent / "cache").classes == tuple(CLASSES)
 
@@ -203,15 +191,9 @@ def test_sorting_that_is_interrupted_and_resumed(
     val: Path, table: Path, num_renames: int, error: BaseException,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    rename, left = os.rename, iter(range(num_renames))
-
-    def interrupted(source: Path, target: Path) -> None:
-        if next(left, None) is None:
-            raise error
-        rename(source, target)
-
+    answers = [DEFAULT] * num_renames + [error]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", interrupted)
+        patch.setattr(os, "rename", Mock(wraps=os.rename, side_effect=answers))
         assert main(["sort-val", str(val), "--labels", str(table)]) in (1, 130)
     assert "the same command" in capsys.readouterr().err
     assert main(["sort-val", str(val), "--labels", str(table)]) == 0
@@ -219,23 +201,18 @@ def test_sorting_that_is_interrupted_and_resumed(
     assert f"{num_renames} were in place" in capsys.readouterr().out
 
 
-def both(val: Path) -> None:
-    (val / CLASSES[1]).mkdir()
-    (val / CLASSES[1] / "ILSVRC2012_val_00000001.JPEG").touch()
-
-
-def misplaced(val: Path) -> None:
-    (val / CLASSES[2]).mkdir()
-    image = "ILSVRC2012_val_00000001.JPEG"
-    (val / image).rename(val / CLASSES[2] / image)
+def moved(val: Path, label: int) -> tuple[Path, Path]:
+    """An image of the flat folder, and a class folder to which it goes."""
+    (val / CLASSES[label]).mkdir()
+    return val / "ILSVRC2012_val_00000001.JPEG", val / CLASSES[label]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda val: (val / "ILSVRC2012_val_00049999.JPEG").touch(), "without a label: .*49999"),
-        (both, "both in it and in a class folder: .*00000001"),
-        (misplaced, "labels say: .*00000001"),
+        (lambda val: shutil.copy(*moved(val, 1)), "both in it and in a class folder: .*00000001"),
+        (lambda val: shutil.move(*moved(val, 2)), "labels say: .*00000001"),
         (lambda val: (val / CLASSES[1]).touch(), "cannot be written .File exists"),
         (lambda val: (val / "ILSVRC2012_val_00000004.JPEG").unlink(), r"not in it: .*4 \(1 in all"),
         (shutil.rmtree, r"not in it: ILSVRC2012_val_00000001, .* \(10 in all\)"),
@@ -264,18 +241,19 @@ def test_folders_that_are_refused(
     ],
 )
 def test_wrong_table(
-    val: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+    val: Path, tmp_path: Path, content: bytes, refusal: Callable[..., str]
 ) -> None:
-    file = tmp_path / "wrong.csv"
+    file, before = tmp_path / "wrong.csv", tree(val)
     file.write_bytes(content)
-    assert "LOC_val_solution.csv" in refused(val, file, capsys)
+    told = refusal(main, ["sort-val", str(val), "--labels", str(file)], 1)
+    assert told.startswith("python -m recipe.data.prepare: ") and "LOC_val_solution.csv" in told
+    assert tree(val) == before, "nothing may be moved"
 
 
-def test_devkit_that_is_not_the_published_one(
-    val: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "its MD5 is not the published one" in refused(val, write_devkit(tmp_path), capsys)
-    assert "is not there, or" in refused(val, tmp_path / "no.tar.gz", capsys)
+def test_devkit_that_is_not_the_published_one(tmp_path: Path) -> None:
+    for file in (write_devkit(tmp_path), tmp_path / "no.tar.gz"):
+        with pytest.raises(UserError, match=r"is not there, or its MD5 is not .* published one"):
+            read_labels(file)
 
 
 # ---- files that stand in for ImageNet's ----
@@ -300,10 +278,7 @@ def test_the_folder_is_one_to_train_on(tmp_path: Path) -> None:
     with Image.open(files[0]) as image:
         assert (image.size, image.mode) == ((500, 375), "RGB")
     again = make(tmp_path)
-    assert (again.returncode, again.stderr) == (
-        1,
-        f"tools/make_jpegs.py: {tmp_path}: File exists\n",
-    )
+    assert again.returncode == 1 and again.stderr.endswith(f"{tmp_path}: File exists\n")
 
 
 # ---- a whole data set is read, and all that is wrong with it is told ----
@@ -338,9 +313,6 @@ def test_a_good_set(
         root = tmp_path / "shards"
     line = f"{root / part}: {count} images, 0 bad, 0 that may be damaged\n"
     assert check(root / part) == (0, line, "")
-    told = {"images": count, "left_out": [], "bad": [], "suspect": []}
-    code, out, err = check(root / part, "--json", "-")
-    assert (code, json.loads(out), err) == (0, told, "")
 
 
 def test_what_file_servers_keep_is_passed_over_and_what_is_left_out_is_told(
@@ -350,12 +322,13 @@ def test_what_file_servers_keep_is_passed_over_and_what_is_left_out_is_told(
     for file in ("lost+found/1.txt", "train/@eaDir/1.jpg", "train/a/@eaDir/1.jpg", "val/a/1.heic"):
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).touch()
-    line = f"{root}/val: left out: 1 file(s) without a known suffix (1 .heic)"
-    good = f"{root}: 12 images, 0 bad, 0 that may be damaged; {line}\n"
-    assert check(root) == (0, good, "")
-    assert json.loads(check(root, "--json", "-")[1])["left_out"] == [line]
+    left_out = "left out: 1 file(s) without a known suffix (1 .heic)"
+    told = {"images": 12, "left_out": [f"{root}/val: {left_out}"], "bad": [], "suspect": []}
+    code, out, err = check(root, "--json", "-")
+    assert (code, json.loads(out), err) == (0, told, "")
+    assert check(root)[1].endswith(f"; {root}/val: {left_out}\n")
     train, val = make_shards(root, tmp_path / "shards", tmp_path / "cache")
-    assert train.endswith(" GB") and val.endswith(f" GB; {line.partition(': ')[2]}")
+    assert train.endswith(" GB") and val.endswith(f" GB; {left_out}")
     assert check(tmp_path / "shards")[1].startswith(f"{tmp_path}/shards: 12 images, 0 bad")
 
 
@@ -371,21 +344,15 @@ def test_all_that_is_wrong_is_told(root: Path, check: Callable[..., Any], tmp_pa
     code, out, err = check(root, "--json", str(tmp_path / "found.json"))
     assert (code, out) == (1, "")
     *lines, last = err.splitlines()
-    assert last.startswith(
-        f"python -m recipe.data.prepare: {root}: 12 images, 2 bad, 1 that may be damaged. "
-    )
+    assert f"prepare: {root}: 12 images, 2 bad, 1 that may be damaged. " in last
     told = json.loads((tmp_path / "found.json").read_text())
     assert told["images"] == 12
-    reasons = {
-        (kind, one["image"]): one["reason"] for kind in ("bad", "suspect") for one in told[kind]
+    found = [(kind, *one.values()) for kind in ("bad", "suspect") for one in told[kind]]
+    assert {image: kind for kind, image, _ in found} == {
+        str(file): kind for file, (kind, _, _) in wrong.items()
     }
-    assert reasons.keys() == {(kind, str(file)) for file, (kind, _, _) in wrong.items()}
-    for file, (kind, _, words) in wrong.items():
-        assert words in reasons[kind, str(file)]
-        assert f"{kind}: {reasons[kind, str(file)]}" in lines
-    assert len(lines) == 3
-    code, out, _ = check(root, "--json", "-")
-    assert (code, json.loads(out)) == (1, told)
+    assert all(wrong[Path(image)][2] in reason for _, image, reason in found)
+    assert sorted(lines) == sorted(f"{kind}: {reason}" for kind, _, reason in found)
 
 
 @pytest.mark.parametrize(("one_in", "code"), [(9, 0), (10, 1)])
@@ -397,33 +364,29 @@ def test_as_many_suspect_images_as_in_training(
     assert check(root)[0] == code
 
 
-def test_what_is_no_set(tmp_path: Path, check: Callable[..., Any]) -> None:
-    code, out, err = check(tmp_path / "nowhere")
-    assert (code, out) == (1, "") and "no such folder" in err and err.count("\n") == 1
-
-
-def test_json_that_cannot_be_written(root: Path, check: Callable[..., Any]) -> None:
-    code, out, err = check(root, "--json", "/nowhere/found.json")
-    assert (code, out) == (1, "")
-    assert (
-        err == "python -m recipe.data.prepare: --json /nowhere/found.json: cannot be written "
-        "(No such file or directory)\n"
-    )
+@pytest.mark.parametrize(
+    ("folder", "words", "message"),
+    [
+        ("nowhere", [], "no such folder"),
+        ("set", ["--json", "/nowhere/found.json"], "/nowhere.* cannot be written .No such file"),
+    ],
+)
+def test_what_is_no_set_and_what_cannot_be_written(
+    root: Path, folder: str, words: list[str], message: str, check: Callable[..., Any]
+) -> None:
+    code, out, err = check(root.parent / folder, *words)
+    assert (code, out) == (1, "") and re.search(message, err) and err.count("\n") == 1
 
 
 def test_an_interruption_ends_it_soon(
     tmp_path: Path, check: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked: list[int] = []
-
-    def look(listing: Listing, index: int) -> None:
-        looked.append(index)
-        if index == 10:  # as Ctrl-C ends the wait for an image
-            raise KeyboardInterrupt
-
+    """As Ctrl-C ends the wait for an image."""
     listing = Listing(tmp_path, ("a",), np.zeros(10**6, "S1"), np.zeros(10**6))
     monkeypatch.setattr(prepare, "open_images", lambda *given: listing)
+    answers = itertools.chain([None] * 10, [KeyboardInterrupt], itertools.repeat(None))
+    look = Mock(side_effect=answers)
     monkeypatch.setattr(prepare, "fault_of", look)
     code, out, err = check(tmp_path, "--json", str(tmp_path / "found.json"))
     assert (code, out, err) == (130, "", "\ninterrupted: start the same command again\n")
-    assert len(looked) < 10**6 and not (tmp_path / "found.json").exists()
+    assert look.call_count < 10**6 and not (tmp_path / "found.json").exists()

@@ -222,11 +222,6 @@ class InputMeter:
     bytes: int = 0
     replaced: dict[int, str] = field(default_factory=dict)  # bad images, by index, and why
 
-    def count(self, files: int, num_bytes: int) -> None:
-        """Add files of so many bytes together."""
-        self.files += files
-        self.bytes += num_bytes
-
 
 class Images(Dataset):
     """Images in batches, whose keys are samples (`SampleStream`). A key alone decides an
@@ -295,7 +290,8 @@ def _noted(reads: Iterable[Read], suspects: SuspectImages, meter: InputMeter) ->
     for images, labels, num_bytes, found, replaced in reads:
         for index, left_over in found:
             suspects.add(index, left_over)
-        meter.count(len(labels), num_bytes)
+        meter.files += len(labels)
+        meter.bytes += num_bytes
         meter.replaced |= replaced
         yield images, labels
 
@@ -337,7 +333,7 @@ def training_batches(
 
         # DALI takes plain memory, and works ahead by itself.
         encoded = _loaded(EncodedImages(data.train, config), batches, CPU, workers)
-        ready = dali_batches(encoded, data.train, config, device, meter.count)
+        ready = dali_batches(encoded, data.train, config, device, meter)
     else:
         images = Images(data.train, config, TrainTransform(config))
         reads = _loaded(images, batches, device, workers)

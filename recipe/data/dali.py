@@ -7,14 +7,14 @@ bits of the pixels differ, by another decoder and another resampling.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from recipe.data.batches import Sample
+from recipe.data.batches import InputMeter, Sample
 from recipe.data.decoding import decode, image_size, suspect
 from recipe.data.image_folder import Listing, first_few
 from recipe.data.images import TrainTransform
@@ -61,11 +61,10 @@ def dali_batches(
     listing: Listing,
     config: Config,
     device: torch.device,
-    count: Callable[[int, int], None],
+    meter: InputMeter,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Images (uint8 [N, 3, size, size], in channels-last order) on `device` and labels (int64 [N])
-    of `batches`, which are of --batch-size images at most; `count` is called with the number of
-    files and bytes of each.
+    of `batches`, which are of --batch-size images at most; `meter` counts what is read.
 
     UserError, which names the image, if one cannot be decoded, and without DALI.
     """
@@ -76,7 +75,8 @@ def dali_batches(
         encoded = next(reading)
         under_way.append(encoded)
         contents, sizes, crops, flips, _, _ = encoded
-        count(len(sizes), len(contents))
+        meter.files += len(sizes)
+        meter.bytes += len(contents)
         ends = np.cumsum(sizes.numpy())
         return (
             np.split(contents.numpy(), ends[:-1]),

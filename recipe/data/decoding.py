@@ -23,6 +23,9 @@ MAX_NAMES = 100
 ROWS_BELOW = 2
 # Of an image of any format: half a GiB as RGB. Asked of its head, before anything is decoded.
 MAX_PIXELS = 2**29 // 3
+# Of its sides: resized, so that the short one is as a network wants it, a longer strip would fill
+# the memory.
+MAX_RATIO = 1000
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is for some formats only, and warns below it
 # As much for a PNG's texts and its colour profile; Pillow refuses the image for more than 1 MiB.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 3 * MAX_PIXELS
@@ -42,7 +45,8 @@ def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarra
     torchvision and hence in the published ImageNet results. A JPEG's colours are upsampled without
     a filter, as DALI does on GPUs by default.
 
-    UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS, truncated, grey
+    UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS or longer than
+    MAX_RATIO, truncated, grey
     in floating-point, 32-bit or signed numbers, or a JPEG with damaged data, which Pillow would
     silently fill with grey.
     """
@@ -100,8 +104,12 @@ def _jpeg_size(content: bytes) -> tuple[int, int] | None:
 
 
 def _check_size(height: int, width: int) -> None:
-    if height * width > MAX_PIXELS:
-        raise ValueError(f"{width:,} x {height:,} pixels, and {MAX_PIXELS:,} are the limit")
+    short, long = sorted((height, width))
+    if short * long > MAX_PIXELS or long > MAX_RATIO * short:
+        raise ValueError(
+            f"{width:,} x {height:,} pixels; {MAX_PIXELS:,} and a strip of 1 : {MAX_RATIO:,} are "
+            "the limits"
+        )
 
 
 def _decode_jpeg(content: bytes, height: int, width: int, rows: int) -> tuple[np.ndarray, int]:

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from recipe.data.image_folder import locked
-from recipe.errors import UserError
+from recipe.errors import system_errors
 from recipe.files import whole_file, write_json
 
 # Raise it whenever the files would come out differently: an older cache is then left unused.
@@ -38,17 +38,16 @@ def prepare_digits(cache_dir: Path) -> Path:
     root = Path(os.path.abspath(cache_dir)) / f"digits-v{VERSION}"
     if _is_complete(root):
         return root
-    try:
+    with system_errors(
+        root,
+        "the embedded digits cannot be written there",
+        "Choose a folder that can be written with --cache-dir DIR, or name your own images with "
+        "--data DIR.",
+    ):
         root.parent.mkdir(parents=True, exist_ok=True)
         with locked(root.with_suffix(".lock")):
             if not _is_complete(root):
                 _write_images(root)
-    except OSError as error:
-        raise UserError(
-            f"{root}: the embedded digits cannot be written there ({error.strerror or error}). "
-            "Choose a folder that can be written with --cache-dir DIR, or name your own images "
-            "with --data DIR."
-        ) from error
     return root
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
-from recipe.errors import UserError, limit_reached, refuse
+from recipe.errors import UserError, refuse, system_errors
 from recipe.files import whole_file
 
 # Raise it whenever a listing would come out differently, or is stored differently.
@@ -34,6 +34,11 @@ YOUNGEST_TRUSTED_NS = 2_000_000_000
 # Over a network a listing mostly waits for answers, so several questions at once should shorten it.
 # On a local disk threads only get in each other's way: 1.28 million files took 3.2 s, alone 1.6 s.
 NUM_LISTING_THREADS = 8
+# What is said of a path that gives an error of the system (`system_errors`).
+UNREADABLE = (
+    "cannot be read",
+    "Check its permissions, and whether it, or what it links to, is still there.",
+)
 # What reading a damaged file of arrays may raise.
 DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
@@ -186,7 +191,7 @@ def _class_names(root: Path) -> list[bytes]:
     """The names of the class folders in `root`, sorted; UserError if it does not look like one."""
     folders: list[str] = []
     files: list[str] = []
-    with readable(root):
+    with system_errors(root, *UNREADABLE):
         if not root.is_dir():
             raise UserError(missing_folder(root))
         for entry in os.scandir(root):
@@ -206,7 +211,7 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
     paths: list[np.ndarray] = []
     times_ns: dict[bytes, int] = {}
     others: Counter[bytes] = Counter()
-    with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool, readable(root):
+    with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool, system_errors(root, *UNREADABLE):
         scans = pool.map(lambda name: _scan_class(os.fsencode(root), name), classes)
         # Nothing is shown of what takes less than 10 s.
         bar = tqdm(scans, f"listing {root}", len(classes), delay=10, mininterval=30, unit="class")
@@ -338,8 +343,9 @@ def first_few(names: list[str], count: int = 3) -> str:
 def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> None:
     """UserError unless the `folders` in `root` can be class folders: it may be one of ImageNet's
     archives half unpacked, hold train/ and val/, or images only."""
+    is_flat = any(VAL_IMAGE.fullmatch(name) for name in files)
     refuse(
-        (any(VAL_IMAGE.fullmatch(name) for name in files),
+        (is_flat,
          f"{root}: images of ImageNet's validation set are in it without class folders, as its "
          f"archive has them. Sort them with: python -m recipe.data.prepare sort-val "
          f"{shlex.quote(str(root))} --labels LOC_val_solution.csv (Kaggle's file, or "
@@ -347,7 +353,7 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
         ("train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders),
          f"{root}: holds {' and '.join(sorted(folders))}, not class folders. "
          f"Name it with --data {root}, or its parts with --train-dir and --val-dir."),
-        (not folders,
+        (not folders and not is_flat,
          f"{root}: holds no class folders. Each class needs a folder with its images: "
          f"{root / 'CLASS' / 'image.jpg'}. Archives are to be unpacked, ImageNet's own with "
          "python -m recipe.data.prepare unpack."),
@@ -374,23 +380,10 @@ def missing_folder(root: Path) -> str:
     )
 
 
-@contextmanager
-def readable(path: str | Path) -> Iterator[None]:
-    """Turn an error of the system about `path`, or about something in it, into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            (error.errno == errno.EMFILE and limit_reached(error))
-            or f"{os.fsdecode(error.filename or path)}: cannot be read ({error.strerror}). Check "
-            "its permissions, and whether it, or what it links to, is still there."
-        ) from error
-
-
 def read_patiently(path: str, read: Callable[[], bytes]) -> bytes:
     """What `read` returns, which reads the file at `path`; after an error that may pass it is
     called again, four times within nine seconds. UserError about any other one, and the last."""
-    with readable(path):
+    with system_errors(path, *UNREADABLE):
         for pause_s in PAUSES_S:
             try:
                 return read()

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipe.data.decoding import MAX_PIXELS, decode, image_size
+from recipe.data.decoding import decode, image_size
 from recipe.settings.config import Config
 
 # ImageNet's mean colour (0.485, 0.456, 0.406) in uint8: after normalisation within 0.01 of zero.
@@ -224,13 +224,7 @@ class ValTransform:
         """As that of TrainTransform, whatever the key."""
         image, left_over = decode(content, name)
         size, crop = self.config.val_resize_size, self.config.val_crop_size
-        short, long = sorted(image.shape[:2])
-        if size * size * long > MAX_PIXELS * short:
-            # A strip: the crop shows no more of its length than its width, and the filter reaches
-            # at most twice as far. Cut off both ends.
-            cut = max(0, long // 2 - 4 * short)
-            image = image[cut : long - cut] if long == len(image) else image[:, cut : long - cut]
-        height, width = (size * side // short for side in image.shape[:2])
+        height, width = (size * side // min(image.shape[:2]) for side in image.shape[:2])
         resized = empty_batch(1, height, width)[0]
         resize(image, resized, self.config.interpolation)
         top, left = round((height - crop) / 2), round((width - crop) / 2)

@@ -10,7 +10,6 @@ says more. docs/data.md has all of it in order.
 """
 
 import csv
-import functools
 import io
 import itertools
 import os
@@ -19,13 +18,12 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -48,22 +46,24 @@ from recipe.data.image_folder import (
     read_arrays,
 )
 from recipe.data.shards import INDEX, INDEX_VERSION, Shards, open_images, open_shards
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError, refuse, system_errors
 from recipe.files import whole_file, write_json
 from recipe.settings.config import home_path
 from recipe.settings.flags import DataFlags
 
+UNWRITABLE = ("cannot be written", "Fix that and run the same command again.")
 
-@contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Turn an error of the disk into a UserError that names `folder`, or the file in it."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or folder}: cannot be written ({error.strerror or error}). Fix that "
-            "and run the same command again."
-        ) from error
+Result = TypeVar("Result")
+
+
+def in_threads(
+    work: Callable[[int], Result], indices: range, num_threads: int, ahead: int
+) -> Iterator[Result]:
+    """What `work` gives for each of `indices`, in this order; `ahead` of them are under way at
+    most, so that memory holds them, and an interruption need not wait for millions."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        for start in range(0, len(indices), ahead):
+            yield from pool.map(work, indices[start : start + ahead])
 
 
 # -- ImageNet's own archives -----------------------------------------------------------------------
@@ -94,34 +94,34 @@ def unpack(archives: Positional[Path], out: Positional[Path]) -> list[str]:
             f"{', '.join(missing)}: not there. Name the folder with image-net.org's archives. For "
             "Kaggle's files and for unpacked images see docs/data.md."
         )
-    with writing_to(out):
+    unfinished = out / UNFINISHED
+    with system_errors(out, *UNWRITABLE):
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / ".lock"):
-            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
-            (out / UNFINISHED).mkdir()
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
             for part, file in files.items():
-                _unpack(part, file, out)
-            shutil.rmtree(out / UNFINISHED)
+                if not (out / part).exists():
+                    print(f"checking and unpacking {file}", file=sys.stderr, flush=True)
+                    _unpack(part, file, unfinished)
+                    if part != "devkit":
+                        os.sync()  # the name must not reach the disk before the images
+                        (unfinished / part).rename(out / part)
+            shutil.rmtree(unfinished)
     return [f"{out / part}: complete" for part in ("val", "train")]
 
 
-def _unpack(part: str, archive: Path, out: Path) -> None:
-    """Unpack an archive beside `out`/`part`, and give it that name when it is complete."""
+def _unpack(part: str, archive: Path, folder: Path) -> None:
+    """Unpack one of ImageNet's archives into `folder`; UserError unless it is the published one."""
     from torchvision.datasets import imagenet
 
-    if (out / part).exists():
-        return
-    print(f"checking and unpacking {archive}", file=sys.stderr, flush=True)
     try:
-        getattr(imagenet, f"parse_{part}_archive")(out / UNFINISHED, str(archive))
+        getattr(imagenet, f"parse_{part}_archive")(folder, os.path.abspath(archive))
     except RuntimeError as error:
         raise UserError(
-            f"{archive}: its MD5 is not {imagenet.ARCHIVE_META[part][1]}, the published one. It is "
-            "damaged, or another file. Download it again."
+            f"{archive}: is not there, or its MD5 is not {imagenet.ARCHIVE_META[part][1]}, the "
+            "published one: it is damaged, or another file. Download it again."
         ) from error
-    if part != "devkit":
-        os.sync()  # the name must not reach the disk before the images
-        (out / UNFINISHED / part).rename(out / part)
 
 
 # -- ImageNet's flat validation folder -------------------------------------------------------------
@@ -131,7 +131,12 @@ def read_labels(file: Path) -> dict[str, str]:
     """The class (n01440764) of each image (its name without suffix), from Kaggle's table or
     ImageNet's development kit. UserError if `file` is neither."""
     if file.suffix in (".gz", ".tgz"):
-        return {f"ILSVRC2012_val_{i:08}": name for i, name in enumerate(devkit_classes(file), 1)}
+        from torchvision.datasets.imagenet import load_meta_file
+
+        with tempfile.TemporaryDirectory() as folder:
+            _unpack("devkit", file, Path(folder))
+            _, classes = load_meta_file(folder)
+        return {f"ILSVRC2012_val_{number:08}": name for number, name in enumerate(classes, 1)}
     try:
         with open(file, newline="", encoding="utf-8") as stream:
             # PredictionString is class and box, class and box, ...
@@ -146,22 +151,6 @@ def read_labels(file: Path) -> dict[str, str]:
             f"{file}: cannot be read as a table of labels ({error}). Give Kaggle's "
             "LOC_val_solution.csv, or ImageNet's ILSVRC2012_devkit_t12.tar.gz."
         ) from error
-
-
-def devkit_classes(file: Path) -> list[str]:
-    """The class of each validation image, in the order of their numbers, from the development kit.
-    UserError unless it is the published file."""
-    from torchvision.datasets import imagenet
-
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            imagenet.parse_devkit_archive(folder, os.path.abspath(file))
-        except RuntimeError as error:
-            raise UserError(
-                f"{file}: is not there, or its MD5 is not the published one, "
-                f"{imagenet.ARCHIVE_META['devkit'][1]}. Download it again."
-            ) from error
-        return list(imagenet.load_meta_file(folder)[1])
 
 
 def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
@@ -190,7 +179,7 @@ def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
     for wrong, message in mistakes:
         names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
         refuse((wrong, f"{val_dir}: images {message.format(names)}"))
-    with writing_to(val_dir):
+    with system_errors(val_dir, *UNWRITABLE):
         for image, path in sorted(flat.items()):  # a rename each: none is half moved
             (val_dir / class_of[image]).mkdir(exist_ok=True)
             os.rename(path, val_dir / class_of[image] / path.name)
@@ -233,7 +222,7 @@ def make_shards(
     listings = {part: list_images(folder / part, cache) for part in ("train", "val")}
     check_train_and_val(listings["train"], listings["val"])
     lines = []
-    with writing_to(shards):
+    with system_errors(shards, *UNWRITABLE):
         shards.mkdir(parents=True, exist_ok=True)
         with locked(shards / ".lock"):
             for part, listing in listings.items():
@@ -286,8 +275,10 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
                 with whole_file(note, sync=True) as file:
                     np.savez(file, **found)
             notes.append(read_arrays(note))
-        for name, dtype in MEASURED.items():
-            index[name] = np.concatenate([note[name] for note in notes]).astype(dtype)
+        index |= {
+            name: np.concatenate([note[name] for note in notes]).astype(dtype)
+            for name, dtype in MEASURED.items()
+        }
         with whole_file(folder / INDEX, sync=True) as file:
             np.savez(file, **index)
     shutil.rmtree(work, ignore_errors=True)
@@ -297,10 +288,12 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
 def _write_shard(listing: Listing, indices: range, shard: Path) -> dict[str, Any]:
     """Write one shard; returns what the index needs to know of it (MEASURED)."""
     found: dict[str, list[int]] = {name: [] for name in MEASURED}
+    # A few at once: the answers of network file systems overlap.
+    read = in_threads(listing.read, indices, NUM_READING_THREADS, IMAGES_AHEAD)
     with whole_file(shard, sync=True) as file:
         # Without times, owners and rights of the files: the same images give the same bytes.
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for index, data in zip(indices, read_ahead(listing, indices), strict=True):
+            for index, data in zip(indices, read, strict=True):
                 image_size(data, listing.name(index))  # UserError unless its head is an image's
                 suffix = os.path.splitext(listing.name(index))[1].lower()
                 _add(tar, f"{index:09d}{ONE_SUFFIX.get(suffix, suffix)}", data)
@@ -319,19 +312,11 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def read_ahead(listing: Listing, indices: range) -> Iterator[bytes]:
-    """The encoded bytes of images `indices`, in this order, read a few at once: the answers of
-    network file systems overlap."""
-    with ThreadPoolExecutor(NUM_READING_THREADS) as pool:
-        for start in range(0, len(indices), IMAGES_AHEAD):
-            yield from pool.map(listing.read, indices[start : start + IMAGES_AHEAD])
-
-
 # -- Checking --------------------------------------------------------------------------------------
 
 # Decoders work beside each other in threads; one in two may wait for the file system.
 THREADS_PER_CORE = 2
-CHECKED_AHEAD = 500  # of each thread, so that an interruption need not wait for millions
+CHECKED_AHEAD = 500  # of each thread
 
 
 def fault_of(listing: Listing, index: int) -> tuple[str, str, str] | None:
@@ -346,20 +331,13 @@ def fault_of(listing: Listing, index: int) -> tuple[str, str, str] | None:
 
 def faults_of(listing: Listing) -> list[tuple[str, str, str]]:
     """The images of `listing` with which something is wrong, in order; each is told when found."""
-    faults = []
-    threads = THREADS_PER_CORE * len(os.sched_getaffinity(0))
-    window = threads * CHECKED_AHEAD
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        tqdm(desc=str(listing.root), total=len(listing), unit="image", disable=None) as bar,
-    ):
-        for start in range(0, len(listing), window):
-            indices = range(start, min(start + window, len(listing)))
-            for fault in pool.map(functools.partial(fault_of, listing), indices):
-                bar.update()
-                if fault is not None:
-                    faults.append(fault)
-                    bar.write(f"{fault[0]}: {fault[2]}", file=sys.stderr)
+    faults, threads = [], THREADS_PER_CORE * len(os.sched_getaffinity(0))
+    fault_at, indices = partial(fault_of, listing), range(len(listing))
+    found = in_threads(fault_at, indices, threads, threads * CHECKED_AHEAD)
+    bar = tqdm(found, str(listing.root), len(listing), unit="image", disable=None)
+    for fault in filter(None, bar):
+        faults.append(fault)
+        bar.write(f"{fault[0]}: {fault[2]}", file=sys.stderr)
     return faults
 
 
@@ -395,13 +373,11 @@ def check_images(
     for kind, name, reason in itertools.chain(*faults):
         told[kind].append({"image": name, "reason": reason})
     is_printed = json == Path("-")
-    try:
-        if is_printed:
-            print(dumps(told, indent=2))
-        elif json is not None:
+    if is_printed:
+        print(dumps(told, indent=2))
+    elif json is not None:
+        with system_errors(json, *UNWRITABLE):
             write_json(json, told)
-    except OSError as error:
-        raise UserError(f"--json {json}: cannot be written ({error.strerror})") from error
     summary = (
         f"{folder}: {told['images']:,} images, {len(told['bad']):,} bad, "
         f"{len(told['suspect']):,} that may be damaged"

@@ -20,14 +20,14 @@ import numpy as np
 from recipe.data.image_folder import (
     DAMAGE,
     UNFINISHED,
+    UNREADABLE,
     Listing,
     first_few,
     list_images,
     read_arrays,
     read_patiently,
-    readable,
 )
-from recipe.errors import UserError
+from recipe.errors import UserError, system_errors
 
 INDEX = "index.npz"
 # Raise it whenever an index would be written or read differently.
@@ -95,21 +95,16 @@ def _opened(shard: str) -> io.FileIO:
 
 
 def open_images(folder: Path, cache: Path) -> Listing:
-    """The images in `folder`: class folders, or shards made from them; UserError if neither."""
-    return open_shards(folder) if holds_shards(folder) else list_images(folder, cache)
-
-
-def holds_shards(folder: Path) -> bool:
-    """Whether `folder` holds shards rather than class folders; UserError if they are not
-    finished."""
+    """The images in `folder`: class folders, or shards made from them; UserError if neither, or if
+    the shards are not finished."""
     if (folder / INDEX).is_file():
-        return True
+        return open_shards(folder)
     if (folder / UNFINISHED).is_dir():
         raise UserError(
             f"{folder}: holds shards that are not all written yet. Run the same "
             "python -m recipe.data.prepare shards command again: it resumes where it stopped."
         )
-    return False
+    return list_images(folder, cache)
 
 
 def open_shards(folder: Path) -> Shards:
@@ -136,7 +131,7 @@ def open_shards(folder: Path) -> Shards:
             f"{folder / INDEX}: cannot be read as an index of shards ({error}). Copy it again, or "
             "make the shards again with python -m recipe.data.prepare shards."
         ) from error
-    with readable(folder):
+    with system_errors(folder, *UNREADABLE):
         found = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
     sizes = zip(shards.shards, shards.shard_bytes.tolist(), strict=True)
     if others := [name for name, size in sizes if found.get(name) != size]:
