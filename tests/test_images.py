@@ -299,9 +299,13 @@ def test_pixels_and_other_random_streams_know_nothing_of_each_other(
 
 
 def test_each_part_of_the_key_counts() -> None:
+    """In what is drawn for the crop, and after it."""
     keys = [*itertools.product(range(4), repeat=3), (2**63, 10**6, 2**40), (0, 10**6, 2**40)]
-    draws = {a_transform(16).draw(375, 500, key) for key in keys}
-    assert len(draws) == len(keys)
+    assert len({a_transform(16).draw(375, 500, key) for key in keys}) == len(keys)
+    whole = a_transform(HEIGHT, random_crop_scale=(1, 1), hflip_prob=0, random_erase=1)
+    square = picture(HEIGHT, HEIGHT)
+    erased = {augment(square, whole, *key).numpy().tobytes() for key in keys}
+    assert len(erased) == len(keys)
 
 
 def test_draws_are_pinned() -> None:
