@@ -63,13 +63,6 @@ def write_devkit(folder: Path) -> Path:
     return file
 
 
-def write_table(folder: Path) -> Path:
-    file = folder / "LOC_val_solution.csv"
-    rows = [f"{image},{name} 85 1 499 272 {name} 3 4 5 6 " for image, name in LABELS.items()]
-    file.write_text("\n".join(["ImageId,PredictionString", *reversed(rows)]) + "\n")
-    return file
-
-
 @pytest.fixture
 def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small ones, taken for the published ones."""
@@ -99,7 +92,11 @@ def val(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    return write_table(tmp_path)
+    """Kaggle's, whose rows are in no order."""
+    file = tmp_path / "LOC_val_solution.csv"
+    rows = [f"{image},{name} 85 1 499 272 {name} 3 4 5 6 " for image, name in LABELS.items()]
+    file.write_text("\n".join(["ImageId,PredictionString", *reversed(rows)]) + "\n")
+    return file
 
 
 def tree(folder: Path) -> dict[str, str]:
