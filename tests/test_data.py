@@ -545,6 +545,8 @@ def test_training_goes_on_with_the_batches_that_it_would_have_had(
     data, world = open_data(config), a_world(1, 2)
     whole = list(training_batches(data, config, world, CPU, 0, 0, 56))
     assert [len(labels) for _, labels in whole] == [4] * 3 + [8] * 2
+    kept = {float(shares[shares > 0].min()) for _, shares in whole}
+    assert len(kept) > 2, "each batch is mixed in its own way"
     layout = torch.channels_last if channels_last else torch.contiguous_format
     torch.rand(5)
     before = torch.get_rng_state()
