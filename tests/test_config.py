@@ -347,6 +347,8 @@ def test_refusal_is_one_line_and_exit_code_2(
             "--local_rank=0 -a resnet50 --b 208 --channels-last True --opt-level O2 '/my images'",
             "-a resnet50 --batch-size 208 --channels-last --opt-level O2 --data '/my images'",
         ),
+        ("-b 4 --dali_cpu /images", "-b 4 --data /images"),  # not a value of what is not known
+        ("--foo 3 --prof -b 4", "-b 4"),
         (  # mistyped
             "--batchsize 7 --epoch=3 --warm-up-epochs 1 --no-cude --xyz 5 --channels-last False",
             "--batch-size 7 --epochs 3 --warmup-epochs 1 --no-cuda --no-channels-last",
@@ -366,7 +368,7 @@ def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err.splitlines()
     expected = [
         "error: not all of this command line",
-        "  --lr 0.1: write --base-lr 0.0125; it is one worker's (if",
+        "  --lr 0.1: write --base-lr 0.0125; it is one worker's: --lr / 8",
         "  --b 208: write --batch-size 208",
         "  --gpu 0: leave it out; each rank takes",
         "  /images: write --data /images",

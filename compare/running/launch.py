@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,13 @@ def shown_tail(folder: Path, indent: str = "  ", kept: Path | None = None) -> st
     """Return the last lines of a failed run's output, and where all of it is (`kept`: it will be in
     that folder); first what a trainer said, if its launcher has said more than that since."""
     lines = (folder / "output.log").read_text(errors="replace").splitlines()
-    said = [line for line in lines[:-TAIL_LINES] if TRAINERS_ERROR.match(line)]
-    shown = [*said[:1], *["..."][: len(said)], *lines[-TAIL_LINES:]]
+    earlier, said = lines[:-TAIL_LINES], list[str]()
+    for at, line in enumerate(earlier):
+        if TRAINERS_ERROR.match(line):  # with its further mistakes, which are indented
+            rest = takewhile(lambda one: one.startswith("  "), earlier[at + 1 :])
+            said = [line, *rest, "..."]
+            break
+    shown = [*said, *lines[-TAIL_LINES:]]
     marked = [f"{indent}| {line}" for line in shown]
     return "\n".join([*marked, f"{indent}all of it: {kept or folder}/output.log"])
 

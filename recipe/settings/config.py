@@ -158,7 +158,7 @@ def _refuse_words(
         pass
     line, told = in_our_words(argv, unknown, config, world_size)
     lines = ["not all of this command line is meant for this trainer:", *told, *more]
-    corrected = f"corrected: {program or sys.argv[0]} {shlex.join(line)}"
+    corrected = f"corrected: {program or f'python {sys.argv[0]}'} {shlex.join(line)}"
     raise UserError("\n  ".join(lines) + f"\n{corrected}")
 
 

@@ -46,12 +46,15 @@ OTHERS_FLAGS = {
     ),
     "--lr": Other(
         "--base-lr {per_worker}",
-        "it is one worker's (if the script multiplied --lr by batch / 256, as Apex's examples do: "
-        "--base-lr {per_256})",
+        "it is one worker's: --lr / {world_size} here, on 8 workers --base-lr {per_8} (if the "
+        "script multiplied --lr by batch / 256, as Apex's examples do: --base-lr {per_256})",
     ),
     "--lr-step-size": Other("--lr-step-epochs {multiples}"),
     "--lr-warmup-decay": Other(why="--lr-warmup-method linear begins at 0.01 of the rate"),
-    "--multiprocessing-distributed": Other(why=LAUNCHER, takes_value=False),
+    "--multiprocessing-distributed": Other(
+        why=f"{LAUNCHER}; -b and -j are one worker's here: divide those of a node by its GPUs",
+        takes_value=False,
+    ),
     "--no-accel": Other("--no-cuda", takes_value=False),
     "--opt": Other("--optimizer {value}"),
     "--opt sgd_nesterov": Other("--optimizer sgd --nesterov"),
@@ -69,6 +72,7 @@ OTHERS_FLAGS = {
     "--world-size": Other(why=LAUNCHER),
 }
 OTHERS_FLAGS["--learning-rate"] = OTHERS_FLAGS["--lr"]
+UNKNOWN = Other(why="there is no such flag; --help lists all")
 NEARLY_CERTAIN = 0.85  # difflib's ratio: so are --epoch and --epochs, not --rank and --rollback
 
 
@@ -87,9 +91,11 @@ def in_our_words(
         name, equals, value = strange.pop(0).partition("=")
         flag = name.replace("_", "-")
         other = OTHERS_FLAGS.get(flag) or _nearest(flag)
+        # What follows a flag that is not known may be its value, or the folder of the images.
+        is_open = other is UNKNOWN and left and (len(left) == 1 or "/" in left[0])
         if not flag.startswith("-"):
             value, other = word, _alone(word, corrected)
-        elif other.takes_value and not equals and left and left[:1] == strange[:1]:
+        elif other.takes_value and not equals and not is_open and left[:1] == strange[:1] != []:
             value = "" if left[0].startswith("--") else left.pop(0)
             del strange[: bool(value)]
         other = OTHERS_FLAGS.get(f"{flag} {value}", other)
@@ -112,6 +118,8 @@ def _values(value: str, config: Config, world_size: int) -> dict[str, str]:
         "value": value,
         "per_worker": f"{number / world_size / config.batches_per_allreduce:.6g}",
         "per_256": f"{number * config.batch_size / 256:.6g}",
+        "world_size": str(world_size),
+        "per_8": f"{number / 8 / config.batches_per_allreduce:.6g}",
         "multiples": " ".join(map(str, steps)) or value,
         "repeats": str(config.augment_repeats if config.augment_repeats > 1 else 3),
     }
@@ -122,7 +130,7 @@ def _nearest(flag: str) -> Other:
     for name in difflib.get_close_matches(flag, FLAG_NAMES, n=1, cutoff=NEARLY_CERTAIN):
         takes_value = FLAG_NAMES[name]
         return Other(f"{name} {{value}}" if takes_value else name, takes_value=takes_value)
-    return Other(why="there is no such flag; --help lists all")
+    return UNKNOWN
 
 
 def _alone(word: str, before: list[str]) -> Other:
