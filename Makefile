@@ -27,7 +27,7 @@ compare: setup  ## measure both engines over each transport, on the digits, and 
 	$(IN_VENV) python compare/run.py $(ARGS); status=$$?; \
 		$(IN_VENV) python compare/report.py && exit $$status
 
-bench: setup  ## measure how fast all this is, against its goals (ARGS="--only 4,5", "--help")
+bench: setup  ## measure how fast all this is, against its goals (ARGS="--only checkpoints", "--help")
 	$(IN_VENV) python benchmarks/run.py $(ARGS)
 
 bench-gpu: setup  ## the same on this machine's GPU
