@@ -48,7 +48,7 @@ def bench(
         refuse((name not in plans, f"--only {name}: take of {', '.join(sorted(plans))}"))
     out = out or Path("runs") / "bench" / utc_stamp()
     jpegs_folder(ROOT / JPEGS)
-    failed, folders = list[str](), list[Path]()
+    failed, measured = list[str](), list[str]()
     for name in only or sorted(plans):
         print(f"== {name}", flush=True)
         how = (
@@ -60,9 +60,8 @@ def bench(
         takes_flags = "{flags}" in plans[name].read_text()
         tiny = ["--", *QUICK] if quick and takes_flags else []
         done = subprocess.run([sys.executable, *words, *tiny], cwd=ROOT)
-        failed += [name] * (done.returncode != 0)
-        folders += [out / name] * (out / name / "plan.json").exists()
-    for table in goals_tables([load_comparison(folder) for folder in folders]):
+        (failed if done.returncode else measured).append(name)
+    for table in goals_tables([load_comparison(out / name) for name in measured]):
         replace_file(out / "table.md", f"{table_text(table, markdown=True)}\n")
         print(f"\n{table_text(table)}\n\nrecords: {out}")
     if failed:

@@ -20,7 +20,7 @@ class Nothing:
     input, train_seconds, ended = None, 0.0, ()
 
     def __init__(self, *_: Any) -> None:
-        self.energy = self.clock = self
+        self.energy = self.clock = self.console = self
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, float]]:
         return lambda *_: {}
