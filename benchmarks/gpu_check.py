@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.programs.trainer import RANDOM_IMAGES
 from compare.plan.environment import ROOT
 from compare.plan.plan import TRAINERS
 from compare.running import checks
@@ -36,7 +37,6 @@ from recipe.files import write_json
 from tools.make_jpegs import JPEGS, jpegs_folder
 
 WORK = "--arch resnet50 --channels-last --epochs 1000"
-SYNTHETIC = "--data synthetic --synthetic-images 1000000"
 DRY = (
     "--no-cuda --arch shufflenet_v2_x0_5 --train-crop-size 32 --val-crop-size 32 --batch-size 4 "
     "--threads 1 --no-channels-last"
@@ -76,7 +76,7 @@ class Setting:
         return folder
 
     def train(
-        self, flags: str, *prefix: str, data: str = SYNTHETIC, engine: str = "ddp", **look: Any
+        self, flags: str, *prefix: str, data: str = RANDOM_IMAGES, engine: str = "ddp", **look: Any
     ) -> dict[str, Any]:
         """Train; return the summary, with the run's folder."""
         words = f"{TRAINERS[engine]} {WORK} {data} {flags} --keep-checkpoints 0 --log-dir".split()
@@ -220,7 +220,7 @@ def all_reduce(setting: Setting) -> dict[str, Any]:
 
 def stopped_neighbour(setting: Setting) -> dict[str, Any]:
     """A side's speed alone and beside one that is stopped, in turns of each kind."""
-    flags = f"{WORK} {SYNTHETIC} --batch-size 64 --precision bf16 {DRY if setting.dry else ''}"
+    flags = f"{WORK} {RANDOM_IMAGES} --batch-size 64 --precision bf16 {DRY if setting.dry else ''}"
     program = (TRAINERS["ddp"], *flags.split(), "--log-dir", "{folder}", "--name", "run")
     one = Side("one", ("python",), program, 4 if setting.dry else 64, 3 if setting.dry else 40)
     with Scheduler(setting.folder / "stopped") as scheduler:

@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.checked import FIT, HELD_OUT, RECORD, Point, Record, read, write, write_tables
+from benchmarks.programs.trainer import DEFAULTS, RANDOM_IMAGES
 from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.turns import Block
 from compare.plan.blocks import shuffled
@@ -52,7 +53,6 @@ MODELS = {
     "resnet18": "--arch resnet18 --train-crop-size 32",
     "shufflenet": "--arch shufflenet_v2_x1_0 --train-crop-size 160",
 }
-ENDLESS = "--data synthetic --synthetic-images 1000000 --epochs 1000 --keep-checkpoints 0"
 # Rounds at a rate (None: one host), and steps of a turn there; on one host so many by all workers
 # together, but two at least. At 0.1 Gb/s a step takes up to 6 s, and links vary little.
 ROUNDS: dict[float | None, int] = {None: 6, 0.1: 3}
@@ -168,11 +168,11 @@ def side_of(point: Point, entrance: Sequence[str] = ()) -> Side:
     launcher = CONFIGURATIONS[f"{point.engine}-mpirun"]
     hosts = ",".join(f"node{number}:1" for number in range(point.hosts)) if entrance else None
     work = f"{MODELS[point.model]} --batch-size {BATCH_SIZE} --threads 1"
-    words = f"{TRAINERS[point.engine]} {ENDLESS} {work} --transport {point.transport}".split()
+    flags = f"{DEFAULTS} {RANDOM_IMAGES} {work} --transport {point.transport}"
     return Side(
         name=name_of(point),
         launcher=(*entrance, *launcher.launch_words(point.workers, hosts)),
-        program=(*words, "--log-dir", "{folder}", "--name", "run"),
+        program=(TRAINERS[point.engine], *flags.split(), "--log-dir", "{folder}"),
         images_per_step=BATCH_SIZE * point.workers,
         ranks=point.workers,
         over_hosts=bool(entrance),

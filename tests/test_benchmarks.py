@@ -26,6 +26,7 @@ from compare.evidence.goals import Goal, goals_of
 from compare.evidence.paired import Estimate
 from compare.evidence.reading import read_block
 from compare.page.tables import goals_tables, table_text
+from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
 from compare.running import take_turns
 from compare.running.scheduler import make_turn, run_block
@@ -113,6 +114,9 @@ def test_each_plan_is_valid_and_starts_what_is_there(path: Path, monkeypatch) ->
         words = side.command(Path("/f"), by_turns=True)
         assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
         assert not any("{" in word for word in words)
+        launcher = {"torchrun": "ddp-torchrun", "mpirun": "ddp-mpi"}.get(words[0])
+        if plan.side and launcher:  # the words by which a comparison starts two ranks
+            assert words[: len(own := CONFIGURATIONS[launcher].launch_words(2, None))] == own
         assert side.copies == 1 or "alone" in side.name
 
 

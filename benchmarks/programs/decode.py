@@ -40,7 +40,7 @@ def main(
     batch_size: int = 32,
     batches: int | None = None,
 ) -> None:
-    """Decode `batches` of so many images, or for ever, in the training's own order."""  # fmt: skip
+    """Decode `batches` of so many images, or for ever, in the training's own order."""
     side, config = Side(), Config()
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)  # torchvision's crops

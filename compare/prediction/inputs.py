@@ -57,6 +57,10 @@ class Inputs:
         return phases + self.optimizer_seconds + self.other_seconds
 
 
+# Variables by which Horovod exchanges in ways that the model does not know.
+UNLIKE = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1", "HOROVOD_CACHE_CAPACITY": "0"}
+
+
 def read_inputs(runs: Sequence[Path]) -> Inputs:
     """Read the runs of one training: with one worker and, if there are such, with two on one host,
     which tell how far they disturb each other. Repeated ones count by their medians. Lone runs with
@@ -70,28 +74,23 @@ def read_inputs(runs: Sequence[Path]) -> Inputs:
     lone = [run for run in read if run.workers == 1 and run.batch_size == largest]
     smaller = [run for run in read if run.workers == 1 and run.batch_size < largest]
     pairs = [run for run in read if run.workers == 2 and run.environment.local_size == 2]
-    models = {run.config.arch for run in read}
-    if not lone or len(models) > 1 or any(pair.batch_size != largest for pair in pairs):
-        command = [*(pairs or read)[0].environment.command, "--profile-steps", "8", "--name", "one"]
-        raise UserError(
-            f"{', '.join(map(str, runs))}: a prediction starts from a run with one worker, of the "
-            f"same model and batch as the others; these have {sorted(run.workers for run in read)} "
-            f"workers and train {', '.join(map(str, models))}. Make it with: {shlex.join(command)}"
-        )
-    of = (pairs or lone)[0]
+    models, of = {run.config.arch for run in read}, (pairs or lone or read)[0]
+    command = [*(pairs or read)[0].environment.command, "--profile-steps", "8", "--name", "one"]
+    is_unfit = not lone or len(models) > 1 or any(pair.batch_size != largest for pair in pairs)
+    variables = {**of.environment.variables, **of.config.knob_variables}
+    refuse((
+        is_unfit,
+        f"{', '.join(map(str, runs))}: a prediction starts from a run with one worker, of the "
+        f"same model and batch as the others; these have {sorted(run.workers for run in read)} "
+        f"workers and train {', '.join(map(str, models))}. Make it with: {shlex.join(command)}",
+    ))  # fmt: skip
+    for name, value in UNLIKE.items():
+        refuse((variables.get(name) == value, f"{of.folder}: the model knows no {name}={value}"))
     phases = {
         f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases
     }
     sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
     both = [run.phases["forward"] for run in pairs]
-    variables = {**of.environment.variables, **of.config.knob_variables}
-    unlike = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1", "HOROVOD_CACHE_CAPACITY": "0"}
-    refuse(
-        *(
-            (variables.get(name) == value, f"{of.folder}: the model knows no {name}={value}")
-            for name, value in unlike.items()
-        )
-    )
     first, cap = of.config.first_bucket_mb, of.config.bucket_cap_mb
     is_horovod, transport = of.environment.engine == "horovod", of.environment.transport.lower()
     return Inputs(

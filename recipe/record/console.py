@@ -45,6 +45,9 @@ class Console:
 
     def end_step(self) -> None:
         """A step has ended, and is counted."""
+        is_due = time.monotonic() - self.said_at >= LINE_S
+        if self.bar is None and not is_due:
+            return
         step, epoch = self.progress.step, self.progress.samples_seen // self.data.num_train
         place = f"epoch {min(epoch + 1, self.config.epochs):>3}/{self.config.epochs}"
         # With all that happens between steps, evaluations and checkpoints, too.
@@ -54,7 +57,7 @@ class Console:
             self.bar.set_description_str(place, refresh=False)
             self.bar.set_postfix_str(left, refresh=False)
             self.bar.update()
-        elif time.monotonic() - self.said_at >= LINE_S:
+        else:
             self.say(f"{place}  step {step:,}/{self.last_step:,}, {left}")
 
     def show_evaluation(self, images: int) -> None:

@@ -342,7 +342,7 @@ def _misfits(
     checkpoint: dict[str, Any], config: Config, world: World, data: Data
 ) -> list[tuple[Any, str]]:
     """Why this run cannot go on from it, and what to do instead; the first says it."""
-    saved, momenta = checkpoint["config"], checkpoint.get("momenta")
+    saved = checkpoint["config"]
     names = [*SAME_WEIGHTS, *(SAME_TRAINING if not config.evaluate else ())]
     if config.model_ema:  # to be evaluated, too
         names.append("model_ema")
@@ -359,7 +359,17 @@ def _misfits(
     ]
     if config.evaluate:
         return misfits
-    told = checkpoint["progress"]
+    return [
+        *misfits,
+        *_misfits_of_data(checkpoint, config, data),
+        *_misfits_of_momenta(checkpoint, config, world),
+    ]
+
+
+def _misfits_of_data(
+    checkpoint: dict[str, Any], config: Config, data: Data
+) -> list[tuple[Any, str]]:
+    saved, told = checkpoint["config"], checkpoint["progress"]
     is_past = told["step"] > (config.max_steps or math.inf) or (
         saved.get("epochs", 0) > config.epochs
         and told["samples_seen"] > config.epochs * data.num_train
@@ -374,7 +384,6 @@ def _misfits(
         for one in (images, data.identity)
     )
     return [
-        *misfits,
         (
             is_past,
             f"is of step {told['step']}, past the end that --epochs {config.epochs} or "
@@ -390,6 +399,14 @@ def _misfits(
             f"was trained on {then}, and here are {now}, or as many of other names, classes or "
             "contents; bring the old data back, or add --allow-changed-data",
         ),
+    ]
+
+
+def _misfits_of_momenta(
+    checkpoint: dict[str, Any], config: Config, world: World
+) -> list[tuple[Any, str]]:
+    saved, momenta = checkpoint["config"], checkpoint.get("momenta")
+    return [
         (
             momenta and not (config.use_adasum and len(momenta) == world.size),
             f"holds the momentum of each of {len(momenta or ())} workers under --use-adasum; go on "

@@ -158,6 +158,9 @@ def _refuse_words(
         pass
     line, told = in_our_words(argv, unknown, config, world_size)
     lines = ["not all of this command line is meant for this trainer:", *told, *more]
+    lines.append(
+        "with these flags it is not yet the other's recipe: docs/flags.md has what differs"
+    )
     corrected = f"corrected: {program or f'python {sys.argv[0]}'} {shlex.join(line)}"
     raise UserError("\n  ".join(lines) + f"\n{corrected}")
 
