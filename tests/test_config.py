@@ -375,7 +375,7 @@ def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str
         "  --xyz: leave it out; there is no such flag; --help lists all",
         "  --workers -1: must be",
         "  --momentum 7.0: is a share",
-        "  with these flags it is not yet the other's recipe",
+        "  defaults differ from the other trainer's, too",
         "corrected: ",
     ]
     assert all(map(str.startswith, said, expected)) and len(said) == len(expected)

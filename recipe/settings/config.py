@@ -20,7 +20,7 @@ from tyro.conf import arg
 from recipe.errors import UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
-from recipe.settings.others import in_our_words
+from recipe.settings.others import in_our_words, is_others
 from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
 
@@ -158,9 +158,8 @@ def _refuse_words(
         pass
     line, told = in_our_words(argv, unknown, config, world_size)
     lines = ["not all of this command line is meant for this trainer:", *told, *more]
-    lines.append(
-        "with these flags it is not yet the other's recipe: docs/flags.md has what differs"
-    )
+    if any(is_others(word) for word in unknown):
+        lines.append("defaults differ from the other trainer's, too: see docs/flags.md")
     corrected = f"corrected: {program or f'python {sys.argv[0]}'} {shlex.join(line)}"
     raise UserError("\n  ".join(lines) + f"\n{corrected}")
 

@@ -76,6 +76,15 @@ UNKNOWN = Other(why="there is no such flag; --help lists all")
 NEARLY_CERTAIN = 0.85  # difflib's ratio: so are --epoch and --epochs, not --rank and --rollback
 
 
+def is_others(word: str) -> bool:
+    """Whether the word is a flag of another trainer, and not a misspelling."""
+    return _flag(word) in OTHERS_FLAGS
+
+
+def _flag(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
+
+
 def in_our_words(
     words: Sequence[str], unknown: Sequence[str], config: Config, world_size: int
 ) -> tuple[list[str], list[str]]:
@@ -89,7 +98,7 @@ def in_our_words(
             corrected.append(word)
             continue
         name, equals, value = strange.pop(0).partition("=")
-        flag = name.replace("_", "-")
+        flag = _flag(name)
         other = OTHERS_FLAGS.get(flag) or _nearest(flag)
         # What follows a flag that is not known may be its value, or the folder of the images.
         is_open = other is UNKNOWN and left and (len(left) == 1 or "/" in left[0])
