@@ -30,11 +30,10 @@ from recipe.command import run_tool
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 
-WITH_TABLE = "points.json"  # which has its table beside it
-PLANS = ("plan.json", "collectives.json", WITH_TABLE)
+PLANS = ("plan.json", "collectives.json")
 # Of a run's folder, and of the comparison's.
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
-LEFT_OUT_OF_POINTS = {"run", "phases.jsonl", "output.log"}  # its blocks say it all
+OF_PROFILE = "gradients-rank-0.json"  # which a prediction reads
 KEPT_OF_TURNS = {"block.json", "config.json", "environment.json"}
 OPEN = {".md", ".svg", ".txt"}  # beside the plan
 PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
@@ -69,11 +68,10 @@ def keep_measurement(
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = results / machine / f"{date[1]}-{question}"
     refuse((target.exists(), f"{target} exists: take another --question, or delete it"))
-    left_out = LEFT_OUT | (LEFT_OUT_OF_POINTS if plan.name == WITH_TABLE else set())
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft, whole = Path(workshop, target.name), Path(workshop, "open")
-        copy_small_files(folder, whole, left_out)
+        copy_small_files(folder, whole)
         if plan.name == "plan.json":
             comparison = load_comparison(folder)
             broken = [why for *_, why in comparison.damaged_blocks]
@@ -81,9 +79,8 @@ def keep_measurement(
             refuse((broken, f"not kept, since part of it is damaged: {'; '.join(broken)}"))
             reseal(whole)
         draft.mkdir()
-        beside = {plan.name, "table.json"}
         for path in whole.iterdir():
-            if path.suffix in OPEN or path.name in beside:
+            if path.suffix in OPEN or path == whole / plan.name:
                 path.rename(draft / path.name)
         texts = {
             path.relative_to(whole): path.read_text("utf-8", "surrogateescape")
@@ -100,13 +97,13 @@ def keep_measurement(
     return 0
 
 
-def copy_small_files(folder: Path, to: Path, left_out: set[str]) -> None:
+def copy_small_files(folder: Path, to: Path) -> None:
     """Copy the texts of a measurement that are worth keeping, without this machine's paths."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         kept = KEPT_OF_TURNS | ({"output.log"} if ".failed-" in str(name) else set())
         is_left_out = name.parts[0] == "turns" and name.name not in kept
-        is_left_out |= not left_out.isdisjoint(name.parts)
+        is_left_out |= not LEFT_OUT.isdisjoint(name.parts) and name.name != OF_PROFILE
         if path.suffix in PACKED and not is_left_out and path.is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             text = without_paths(path.read_text("utf-8", "surrogateescape"))

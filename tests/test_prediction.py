@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +17,17 @@ from test_compare_page import browser, opened  # noqa: F401
 
 from compare import predict
 from compare.evidence.allreduce_times import Figure, Measurement
-from compare.prediction.inputs import MIB, Inputs, read_inputs
+from compare.evidence.turns import Block, Turn
+from compare.prediction.inputs import MIB, Inputs, by_turns, read_inputs, read_run, read_runs
 from compare.prediction.networks import (
     BETWEEN,
+    GBIT,
     ISLANDS,
     Cluster,
     Link,
     Network,
     measured_link,
     named_network,
-    on_cpus,
 )
 from compare.prediction.step import (
     AS_TOLD,
@@ -53,7 +55,9 @@ def inputs_of(sizes: list[float] | None = None, **changes) -> Inputs:
 
 
 def cluster_of(hosts: int, own: int = 1, rate: float = 1.0, **changes) -> Cluster:
-    return replace(Cluster(hosts, own, 2, on_cpus("gloo", rate)), **changes)
+    network = named_network("1-ethernet", "gloo")
+    between = replace(network.between, bytes_per_second=rate * GBIT)
+    return replace(Cluster(hosts, own, 2, replace(network, between=between)), **changes)
 
 
 trainings = st.builds(
@@ -133,7 +137,7 @@ def test_stragglers_cores_and_storage_hold_a_step_up():
 
 
 def test_the_fit_makes_a_pair_take_what_it_was_measured_to():
-    inputs, network = inputs_of(pair_seconds=0.6, cores=2, contention=1.1), on_cpus("gloo")
+    inputs, network = inputs_of(pair_seconds=0.6, cores=2, contention=1.1), cluster_of(1).network
     pair = simulate(fit(inputs, network), Cluster(1, 2, 2, network))
     assert pair.seconds == pytest.approx(0.6, rel=1e-6)
 
@@ -214,7 +218,7 @@ def runs(tmp_path):
 
 
 def test_inputs_are_read_from_run_folders(runs):
-    inputs = read_inputs([runs / "one", runs / "two"])
+    inputs = read_inputs(read_runs(runs))
     assert inputs.gradient_bytes == (4e6, 4e6)
     assert inputs.ready_seconds == pytest.approx((0.06 * 0.25, 0.06))  # shares of backward
     assert inputs.step_seconds == pytest.approx(0.1)
@@ -224,14 +228,14 @@ def test_inputs_are_read_from_run_folders(runs):
         "gloo", "ring", 2, 1797,
     )  # fmt: skip
     with pytest.raises(UserError, match=r"starts from a run with one worker.*python .*--name one"):
-        read_inputs([runs / "two"])
+        read_inputs([read_run(runs / "two")])
 
 
 def test_a_smaller_batch_tells_what_no_batch_makes_shorter(runs, capsys):
     words = [str(runs), "--global-batch", "16"]
     assert predict.main(words) == 0 and "Upper bound" in capsys.readouterr().out
     write_run(runs / "half", 1, 0.075, batch_size=4)  # half of a step is there for no image, too
-    inputs = read_inputs([runs / name for name in ("one", "two", "half")])
+    inputs = read_inputs(read_runs(runs))
     assert (inputs.batch_size, inputs.fixed_share) == (8, pytest.approx(0.5))
     assert at_batch(inputs, 1).forward_seconds == pytest.approx(0.025 * (0.5 + 0.5 / 8))
     assert predict.main(words) == 0 and "Upper bound" not in capsys.readouterr().out
@@ -301,16 +305,56 @@ def test_on_gpus_the_docs_errors_stand_beside_a_prediction(runs):
     assert not predict.limits({"x": inputs_of()}, predict.Forecast())
 
 
-def test_the_past_error_is_that_of_the_newest_check(tmp_path):
-    assert "not checked" in predict.past_error(tmp_path)
-    for day, error in (("2026-11-25", 0.06), ("2026-11-24", 0.5)):
-        folder = tmp_path / "results/machine" / f"{day}-prediction"
-        folder.mkdir(parents=True)
-        own = {"points": 3, "median": error, "worst": 0.12, "covered": 2 / 3, "turns": 0.01}
-        (folder / "table.json").write_text(json.dumps({**own, "workers": 8}))
-    told = predict.past_error(tmp_path / "results")
-    for part in ("8 workers", "3 predictions", "6% in the median", "12% at worst", "67% of"):
-        assert part in told
+def test_what_is_held_out_is_beside_its_prediction_and_changes_none(runs, capsys):
+    def predicted(seconds: float) -> list[str]:
+        shutil.rmtree(runs / "four", ignore_errors=True)
+        write_run(runs / "four", 4, seconds)
+        assert predict.main([str(runs)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    near, far = predicted(0.4), predicted(0.8)
+    differ = [(a, b) for a, b in zip(near, far, strict=True) if a != b]
+    row, (summary, _) = differ[0], differ[-1]
+    assert len(differ) == 2 and "resnet18, batch 8, ddp over Gloo " in row[0]
+    measured, step, *_ = row[0].split()[8:]
+    assert row[1].split()[8:10] == ["800", step] and measured == "400"
+    assert "Checked here: 1 run, of up to 4 workers" in summary
+
+
+def test_a_step_is_that_of_the_turns_if_a_comparison_has_some(runs):
+    run, shares = read_run(runs / "one"), {"data": 0.1, "forward": 0.3, "backward": 0.5}
+    turns = [
+        Turn("a", 0, 2 * step, 8, 1.0, phases={n: x * step for n, x in shares.items()})
+        for step in (0.2, 0.4, 0.3)
+    ]
+    for turn in turns:
+        turn.phases["optimizer"] = 0.01
+    own = by_turns(run, [Block(1, ("a",), (turn,), {"a": 2}) for turn in turns], "a")
+    assert own.seconds == pytest.approx(0.3) and sum(own.phases.values()) == pytest.approx(0.3)
+    assert own.phases["forward"] == pytest.approx(0.09)
+    assert own.spread == pytest.approx(3 * run.spread)
+    assert by_turns(run, [], "a") is run
+
+
+def test_a_recorded_comparison_is_read():
+    (folder,) = (ROOT / "results").glob("xeon-2-cores/*-scaling")
+    assert {run.workers for run in read_runs(folder)} == {1, 2}
+
+
+def test_the_past_error_is_that_of_the_recorded_check() -> None:
+    (folder,) = (ROOT / "results").glob("*/*-prediction")
+    recorded = json.loads((folder / "table.json").read_text())
+    assert (
+        "Past error: on CPUs, up to {workers} workers, {points} predictions were off by "
+        "{median:.0%} in the median, {worst:.0%} at worst; {covered:.0%} of the steps lay in their "
+        f"90 % interval ({folder.relative_to(ROOT)})."
+    ).format(**recorded) == predict.PAST_ERROR
+    page = (ROOT / "docs" / "prediction.md").read_text()
+    assert f"({Path('..') / folder.relative_to(ROOT)}/table.md)" in page
+    said = "{:.1f} % in the median (goal 8 %) and {:.0f} % at worst".format(
+        100 * recorded["median"], 100 * recorded["worst"]
+    )
+    assert said in page and f"; {recorded['covered']:.0%} are".replace("%", " %") in page
 
 
 @pytest.mark.parametrize("hosts", [None, "a:1,b:1"])

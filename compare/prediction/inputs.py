@@ -2,14 +2,17 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
+from compare.evidence import packed
 from compare.evidence.profiles import BYTES, RecordedGradients
 from compare.evidence.reading import read_metrics, read_record
+from compare.evidence.records import load_comparison
+from compare.evidence.turns import Block
 from recipe.errors import UserError, refuse
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 
@@ -61,28 +64,26 @@ class Inputs:
 UNLIKE = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1", "HOROVOD_CACHE_CAPACITY": "0"}
 
 
-def read_inputs(runs: Sequence[Path]) -> Inputs:
-    """Read the runs of one training: with one worker and, if there are such, with two on one host,
-    which tell how far they disturb each other. Repeated ones count by their medians. Lone runs with
-    a smaller batch tell which part of a step no batch makes shorter.
+def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
+    """What the runs of one training say: with one worker and, if there are such, with two on one
+    host, which tell how far they disturb each other; runs of more say only what they are. Repeated
+    ones count by their medians. Lone runs with a smaller batch tell which part of a step no batch
+    makes shorter.
 
-    UserError if none has one worker, or they are not of one model.
+    UserError if none has one worker and the batch of the others.
     """
-    if not (read := [read_run(path) for path in runs]):
-        raise UserError("give the folder of at least one run")
-    largest = max(run.batch_size for run in read)
-    lone = [run for run in read if run.workers == 1 and run.batch_size == largest]
-    smaller = [run for run in read if run.workers == 1 and run.batch_size < largest]
-    pairs = [run for run in read if run.workers == 2 and run.environment.local_size == 2]
-    models, of = {run.config.arch for run in read}, (pairs or lone or read)[0]
-    command = [*(pairs or read)[0].environment.command, "--profile-steps", "8", "--name", "one"]
-    is_unfit = not lone or len(models) > 1 or any(pair.batch_size != largest for pair in pairs)
+    largest = max(run.batch_size for run in runs)
+    lone = [run for run in runs if run.workers == 1 and run.batch_size == largest]
+    smaller = [run for run in runs if run.workers == 1 and run.batch_size < largest]
+    pairs = [run for run in runs if run.is_pair]
+    of = next(iter([*pairs, *(run for run in runs if run.workers > 1), *lone]))
+    command = [*of.environment.command, "--profile-steps", "8", "--name", "one"]
     variables = {**of.environment.variables, **of.config.knob_variables}
     refuse((
-        is_unfit,
-        f"{', '.join(map(str, runs))}: a prediction starts from a run with one worker, of the "
-        f"same model and batch as the others; these have {sorted(run.workers for run in read)} "
-        f"workers and train {', '.join(map(str, models))}. Make it with: {shlex.join(command)}",
+        not lone or of.batch_size != largest,
+        f"{', '.join(str(run.folder) for run in runs)}: a prediction starts from a run with one "
+        "worker, of the same model and batch as the others; these have "
+        f"{sorted(run.workers for run in runs)} workers. Make it with: {shlex.join(command)}",
     ))  # fmt: skip
     for name, value in UNLIKE.items():
         refuse((variables.get(name) == value, f"{of.folder}: the model knows no {name}={value}"))
@@ -150,6 +151,16 @@ class MeasuredRun:
         return self.summary.world_size
 
     @property
+    def is_pair(self) -> bool:
+        """Whether two workers share one host."""
+        return self.workers == self.environment.local_size == 2
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether its times enter no prediction."""
+        return self.workers > 1 and not self.is_pair
+
+    @property
     def batch_size(self) -> int:
         return int(self.config.batch_size or 1)
 
@@ -157,6 +168,33 @@ class MeasuredRun:
     def image_bytes(self) -> float:
         told = self.summary.input
         return 1e6 * (told.megabytes_per_second or 0.0) / (told.images_per_second or 1.0)
+
+
+def read_runs(path: Path) -> list[MeasuredRun]:
+    """Read the runs below a path; of a comparison those that are complete, each with the times of
+    its turns if it has some."""
+    if not (path / "plan.json").exists():
+        return [read_run(one.parent) for one in sorted(path.rglob("summary.json"))]
+    comparison = load_comparison(path)
+    return [
+        by_turns(read_run(run.folder), comparison.blocks_of(run.cell), run.configuration)
+        for run in comparison.complete
+    ]
+
+
+def by_turns(run: MeasuredRun, blocks: Sequence[Block], side: str) -> MeasuredRun:
+    """The run with a step as it was in its side's turns: medians over the blocks. Unchanged where
+    there are none that tell phases."""
+    found = [phases for block in blocks if (phases := block.phases(side))]
+    if not found:
+        return run
+    for one in found:
+        one["backward_seconds"] += one.get("exposed_communication_seconds", 0.0)
+    step, phases = median(one["step_seconds"] for one in found), dict[str, float]()
+    for name in run.phases.keys() - {"other"}:
+        phases[name] = median(one[f"{name}_seconds"] for one in found)
+    phases["other"] = step - sum(phases.values())
+    return replace(run, seconds=step, phases=phases, spread=run.spread * step / run.seconds)
 
 
 def read_run(folder: Path) -> MeasuredRun:
@@ -189,7 +227,7 @@ def gradients_of(
     evenly, in pieces of 1 MiB."""
     for run in runs:
         path = run.folder / "profile" / "gradients-rank-0.json"
-        if path.exists():
+        if packed.exists(path):
             times = read_record(path, RecordedGradients)
             ready = {
                 name: median(

@@ -42,9 +42,8 @@ class Cluster:
 
     hosts: int
     workers_per_host: int
-    cores_per_host: float  # below 1 if network namespaces that stand for hosts share cores
+    cores_per_host: float
     network: Network
-    hosts_per_machine: int = 1  # such namespaces
     storage_bytes_per_second: float = math.inf  # of the storage that all hosts share
 
     @property
@@ -127,14 +126,6 @@ def named_network(
         both_ways_factor=MPI_BOTH_WAYS if by_turns else 1.0,
     )  # fmt: skip
     return Network(between, own, link, COPY, CAST, source)
-
-
-def on_cpus(transport: str, gbit_per_s: float = math.inf) -> Network:
-    """Hosts without GPUs, and between them a link of this rate."""
-    own = ON_CPUS[transport]
-    factor = MPI_BOTH_WAYS if transport == "mpi" else 1.0
-    between = replace(own, bytes_per_second=gbit_per_s * GBIT, both_ways_factor=factor)
-    return Network("", own, between, COPY, CAST)
 
 
 # Of compare/collectives.py, by engine and transport.

@@ -102,9 +102,7 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
     share = 1 + (max(1.0, threads / cores) - 1) * scale["sharing"]  # ranks take turns on a core
     free = min(1.0, max(0.0, cores - threads))  # of a core, for the thread that sends
     # Ranks that compute at the same time on one machine hold each other up in its memory.
-    busy = max(
-        1.0, min(1.0, cores / threads) * cluster.workers_per_host * cluster.hosts_per_machine
-    )
+    busy = max(1.0, min(1.0, cores / threads) * cluster.workers_per_host)
     slow = share * (1 + (inputs.contention - 1) * (busy - 1)) * scale["compute"]
     computed, ready = inputs.backward_seconds * slow, [t * slow for t in inputs.ready_seconds]
     sizes = inputs.gradient_bytes
@@ -137,8 +135,7 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
         first, messages = last, messages + 1
     exposed = delay + max(0.0, ended - computed - delay)
     # The largest of n values with Gumbel's distribution is larger by scale x ln n, on average.
-    ranks = max(1.0, busy * cluster.hosts / cluster.hosts_per_machine)
-    straggler = inputs.spread_seconds * scale["spread"] * math.log(ranks)
+    straggler = inputs.spread_seconds * scale["spread"] * math.log(busy * cluster.hosts)
     seconds = inputs.step_seconds * slow + exposed + straggler
     seconds *= scale["model"] if workers > 1 else 1.0
     read = workers * inputs.batch_size * inputs.image_bytes / cluster.storage_bytes_per_second
