@@ -63,7 +63,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def made(launcher: str, engine: str, arguments: str, ranks: int) -> Path:
         folder = tmp_path_factory.mktemp("trained") / "run"
         checkpoints = "--checkpoint-steps 20 --keep-checkpoints 5"
-        train(folder, launcher, engine, f"{checkpoints} {arguments}", ranks)
+        # The plain ones start for real: test_launch.py looks at them.
+        train(folder, launcher, engine, f"{checkpoints} {arguments}", ranks, warm=bool(arguments))
         return folder
 
     def folder_of(launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> Path:

@@ -1,8 +1,11 @@
 """Starts the trainers through real launchers, and leaves no process behind, whatever happens."""
 
+import atexit
+import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -76,9 +79,27 @@ class Finished:
         return self
 
 
-def words_of(launcher: str, script: str, ranks: int = 2) -> list[str]:
+def words_of(launcher: str, script: str, ranks: int = 2, python: str = sys.executable) -> list[str]:
     """The command that starts a script."""
-    return LAUNCHERS[launcher].format(python=sys.executable, trainer=script, ranks=ranks).split()
+    return LAUNCHERS[launcher].format(python=python, trainer=script, ranks=ranks).split()
+
+
+@functools.cache
+def warm_python() -> str:
+    """A program that does what Python does, by a fork of a process that has loaded torch."""
+    folder = tempfile.mkdtemp()
+    server, program = f"{folder}/socket", Path(folder, "python")
+    warm = str(ROOT / "tests" / "warm.py")
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {warm} run {server} "$@"\n')
+    program.chmod(0o755)
+    words = [sys.executable, warm, "serve", server]
+    environ = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+    serving = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, cwd=ROOT)
+    atexit.register(shutil.rmtree, folder)
+    atexit.register(serving.wait)
+    atexit.register(serving.kill)
+    wait_until(Path(server).exists)
+    return str(program)
 
 
 def launch(
@@ -86,21 +107,33 @@ def launch(
     engine: str,
     arguments: str,
     ranks: int = 2,
+    warm: bool = False,
     timeout: float = 240,
-    meanwhile: Callable[[subprocess.Popen], None] = lambda process: None,
     **environ: str,
 ) -> Finished:
-    """Start a trainer and wait for its end; fail if it hangs or leaves a process behind."""
-    command = words_of(launcher, TRAINERS[engine], ranks)
-    return run([*command, *arguments.split()], timeout, meanwhile, **environ)
+    """Start a trainer and wait for its end; fail if it hangs or leaves a process behind. With
+    `warm` the processes are forks, where how they start is not what is tested."""
+    python = sys.executable
+    if warm:
+        environ["PYTHON_EXEC"] = python = warm_python()  # torchrun's variable
+    command = words_of(launcher, TRAINERS[engine], ranks, python)
+    if command[0] == "torchrun":
+        command[:1] = [python, str(BIN / "torchrun")]
+    return run([*command, *arguments.split()], timeout, **environ)
 
 
 def train(
-    folder: Path, launcher: str, engine: str, arguments: str = "", ranks: int = 2, **environ: str
+    folder: Path,
+    launcher: str,
+    engine: str,
+    arguments: str = "",
+    ranks: int = 2,
+    warm: bool = True,
+    **environ: str,
 ) -> dict[str, Any]:
     """The summary of a training of the small kind that is to end well, in this run folder."""
     place = f"--log-dir {folder.parent} --name {folder.name}"
-    launch(launcher, engine, f"{SMALL} {arguments} {place}", ranks, **environ).checked()
+    launch(launcher, engine, f"{SMALL} {arguments} {place}", ranks, warm, **environ).checked()
     return read_json(folder / "summary.json")
 
 

@@ -186,7 +186,7 @@ def test_each_rank_holds_a_part_of_the_optimizer(name: str, trained: Trained) ->
 )
 def test_it_learns_the_digits(name: str, flags: str, tmp_path: Path) -> None:
     launcher, _, ranks = start(name)
-    finished = launch(launcher, name, f"{flags} --log-dir {tmp_path} --name run", ranks)
+    finished = launch(launcher, name, f"{flags} --log-dir {tmp_path} --name run", ranks, warm=True)
     assert finished.returncode == 0, finished.output
     assert read_json(tmp_path / "run" / "summary.json")["top1"] > 96
 
@@ -255,7 +255,7 @@ def test_a_synchronous_update_does_not_depend_on_who_comes_first() -> None:
 @pytest.mark.full
 def test_an_asynchronous_server_counts_staleness(tmp_path: Path) -> None:
     flags = f"{SMALL} {FEW} --log-dir {tmp_path} --name run"
-    finished = launch("torchrun", "parameter_server", flags, ranks=3)
+    finished = launch("torchrun", "parameter_server", flags, ranks=3, warm=True)
     assert finished.returncode == 0, finished.output
     figures = read_json(tmp_path / "run" / "summary.json")["rung"]
     mean, largest = figures["staleness"], figures["largest_staleness"]
@@ -322,7 +322,7 @@ def test_weights_that_drift_apart_are_found(name: str, tmp_path: Path) -> None:
     changed = change_on_rank(1, "recipe.training.model", DRIFT, tmp_path)
     launcher, ranks = ("mpirun", 2) if name == "mpi4py" else start(name)[::2]
     flags = f"{SMALL} --arch resnet18 --weight-check-steps 3 --log-dir {tmp_path}"
-    finished = launch(launcher, name, flags, ranks, **changed)
+    finished = launch(launcher, name, flags, ranks, warm=True, **changed)
     assert finished.returncode != 0
     assert "after step 6 the ranks hold different weights in conv1" in finished.output
 
@@ -347,6 +347,6 @@ TRY = f"{SMALL} --max-steps 1 --no-cuda"
 def test_what_cannot_be_done_is_refused_or_told(
     rung: str, ranks: int, flags: str, message: str, tmp_path: Path
 ) -> None:
-    finished = launch(start(rung)[0], rung, f"{flags} --log-dir {tmp_path}", ranks)
+    finished = launch(start(rung)[0], rung, f"{flags} --log-dir {tmp_path}", ranks, warm=True)
     assert (finished.returncode == 0) == (flags == TRY)
     assert message in finished.output

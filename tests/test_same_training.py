@@ -150,7 +150,7 @@ def test_each_recipe_is_the_same_on_both_engines(preset: str, tmp_path: Path) ->
     for launcher, engine in (DDP, HOROVOD):
         folders.append(tmp_path / engine)
         place = f"--log-dir {tmp_path} --name {engine}"
-        finished = launch(launcher, engine, f"--preset {preset} {small} {place}")
+        finished = launch(launcher, engine, f"--preset {preset} {small} {place}", warm=True)
         assert finished.returncode == 0, finished.output
     check_equal(*folders)
 
@@ -245,14 +245,14 @@ def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> N
     followed; with it the run goes back there by itself, and leaves the images out."""
     poisoned = change_on_rank(1, "recipe.training.metrics", POISON, tmp_path)
     words = f"{SMALL} --checkpoint-steps 7 --log-interval 2 --log-dir {tmp_path}"
-    ended = launch(*engine, f"{words} --name ended", **poisoned)
+    ended = launch(*engine, f"{words} --name ended", warm=True, **poisoned)
     assert ended.returncode != 0
     said = before_the_launchers_words(ended.output)
     assert said.count("error: the loss is nan at step 15") == 1, ended.output
     good = find_checkpoint(a_config(resume="auto"), tmp_path / "ended")
     assert good is not None and step_in_name(good) == 7
 
-    back = launch(*engine, f"{words} --rollback 2 --name back", **poisoned).checked()
+    back = launch(*engine, f"{words} --rollback 2 --name back", warm=True, **poisoned).checked()
     assert back.output.count("the loss of step 15 was nan: back at step 7") == 1, back.output
     (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
     assert event["step"] == 7 and event["left_out"] == [14 * 24]

@@ -21,7 +21,7 @@ PRESETS = {
     "digits": Preset(
         "The embedded handwritten digits, of ten seeds each with 1, 2 and 4 workers.",
         top1="97.8 to 99.7",
-        source="docs/recipe.md",
+        source="CHANGELOG.md",
         time="half a minute, 1 core",
         arch="resnet10",
         train_crop_size=20,
@@ -41,7 +41,7 @@ PRESETS = {
         """The digits as the comparisons of results/ trained them from 22 November 2026 on (python
         compare/run.py square): a network twice as large in less than half the steps, 4 workers.""",
         top1="96.1 to 98.6",
-        source="docs/recipe.md",
+        source="CHANGELOG.md",
         like="digits",
         arch="resnet18",
         batch_size=40,
