@@ -18,6 +18,7 @@ settings.load_profile("loaded")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="MARKEXPR", help="as -m; with both, both have to hold")
+    parser.addoption("--dry", action="store_true", help="tests/test_gpu.py: on the CPU, and small")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -32,7 +32,6 @@ from compare.running.processes import (
     own_cpu_seconds,
     send_signal,
 )
-from recipe.errors import UserError
 from recipe.files import write_json
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
@@ -70,21 +69,6 @@ def start_and_wait(
 
     command, summary = run.command(log_dir), folder / "summary.json"
     return start_command(command, folder, timeout, summary, look, not run.configuration.has_daemons)
-
-
-def run_to_end(
-    command: list[str],
-    folder: Path,
-    limit_seconds: float,
-    result: Path,
-    look: Callable[[], None] = lambda: None,
-) -> None:
-    """Run a command, its output in `folder`, which is emptied first; UserError with the end of that
-    if it fails, takes longer, or writes no `result`. `look` is called meanwhile, twice a second."""
-    clear_folder(folder, keep_failure=False)
-    outcome = start_command(command, folder, limit_seconds, result, lambda elapsed: look())
-    if outcome.status != "completed":
-        raise UserError(f"{shlex.join(command)}: {outcome.status}\n{shown_tail(folder)}")
 
 
 def start_command(

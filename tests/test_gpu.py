@@ -1,0 +1,260 @@
+"""What ten minutes on a machine with one or two GPUs can show: `make gpu-check`, docs/gpu.md.
+
+With --dry each test runs on the CPU, small. What a test cannot do here it says, with what is
+missing. The report (--junitxml) has figures and versions.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from launching import ROOT, TRAINERS, read_json, run
+
+from benchmarks.programs.trainer import RANDOM_IMAGES
+from compare.running import checks
+from compare.running.scheduler import Scheduler
+from compare.running.sides import Side
+from tools.make_jpegs import JPEGS, jpegs_folder
+
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.launch, pytest.mark.full, pytest.mark.timeout(900)
+]  # fmt: skip
+Record = Callable[[str, object], None]
+WORK = "--arch resnet50 --channels-last --epochs 1000"
+SMALL = (
+    "--no-cuda --arch shufflenet_v2_x0_5 --train-crop-size 32 --val-crop-size 32 --batch-size 4 "
+    "--threads 1 --no-channels-last"
+)
+# Prints a line a synchronising call: torch would else say each only once.
+COUNTED = (
+    "import runpy, sys, torch; torch.set_warn_always(True); "
+    "torch.cuda.is_available() and torch.cuda.set_sync_debug_mode('warn'); "
+    "sys.argv = sys.argv[1:]; sys.path.insert(0, ''); "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+SYNCHRONISING = "called a synchronizing CUDA operation"
+
+
+@pytest.fixture(scope="session")
+def dry(request: pytest.FixtureRequest, record_testsuite_property: Record) -> bool:
+    """Whether the CPU stands in for GPUs; where none does they are needed."""
+    is_dry: bool = request.config.getoption("--dry")
+    if not is_dry and not torch.cuda.is_available():
+        pytest.skip("needs a GPU that torch sees, or --dry")
+    gpus = range(torch.cuda.device_count())
+    versions = checks.versions() | {
+        "dry": is_dry,
+        "cuDNN": torch.backends.cudnn.version(),
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
+        "capabilities": [torch.cuda.get_device_capability(gpu) for gpu in gpus],
+        "architectures": torch.cuda.get_arch_list(),
+    }
+    for name, version in versions.items():
+        record_testsuite_property(name, version)
+    return is_dry
+
+
+@pytest.fixture
+def two_gpus(dry: bool) -> None:
+    if not dry and torch.cuda.device_count() < 2:
+        pytest.skip("2 GPUs are needed; torch sees fewer")
+
+
+class Trained(NamedTuple):
+    """A training that has ended well."""
+
+    folder: Path
+    summary: dict[str, Any]
+    output: str
+
+
+@pytest.fixture
+def train(dry: bool, tmp_path: Path) -> Callable[..., Trained]:
+    """train(name, flags, *words before the trainer, engine=, data=, meanwhile=): train."""
+
+    def trained(
+        name: str, flags: str, *prefix: str, engine: str = "ddp", data: str = RANDOM_IMAGES,
+        meanwhile: Callable[[Any], None] = lambda process: None,
+    ) -> Trained:  # fmt: skip
+        words = f"{WORK} {data} {flags} --keep-checkpoints 0 --log-dir {tmp_path} --name {name}"
+        small = f"{SMALL} --max-steps 12" if dry else ""
+        command = [sys.executable, *prefix, TRAINERS[engine], *words.split(), *small.split()]
+        done = run(command, 300, meanwhile).checked()
+        return Trained(tmp_path / name, read_json(tmp_path / name / "summary.json"), done.output)
+
+    return trained
+
+
+def ask_nvidia_smi(field: str, *flags: str) -> list[str]:
+    """What nvidia-smi says of each GPU."""
+    words = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *flags]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"nvidia-smi: {error}")
+
+
+def test_facts(dry: bool, record_property: Record) -> None:
+    """The doctor refuses neither torch, a GPU nor Horovod, and nvidia-smi sees these GPUs."""
+    asked = ("torch", "GPUs", "Horovod")
+    findings = [asdict(one) for one in checks.check_host() if one.subject in asked]
+    record_property("findings", findings)
+    assert all(one["status"] != "failed" for one in findings)
+    if not dry:
+        record_property("driver", ask_nvidia_smi("driver_version"))
+        names = {torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())}
+        assert names <= {*ask_nvidia_smi("name")}
+
+
+def test_synchronising_calls(
+    train: Callable[..., Trained], dry: bool, record_property: Record
+) -> None:
+    """Those of 20 steps: the difference of two runs that differ by so many. The list is for a
+    person to judge; but the record alone waits for the GPU now and then."""
+    few, many = (
+        Counter(line for line in done.output.splitlines() if SYNCHRONISING in line)
+        for steps in (10, 30)
+        for done in [train(f"{steps}", f"--batch-size 32 --max-steps {steps}", *WARNING)]
+    )
+    record_property("calls_per_step", (many.total() - few.total()) / 20)
+    record_property("where", many.most_common(20))
+    assert dry or many, "torch names no call: did it look?"
+
+
+WARNING = ("-W", "always", "-c", COUNTED)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--precision bf16", "--precision fp16", "--precision bf16 --compile"]
+)
+@pytest.mark.parametrize(("batch", "steps"), [(32, 300), (256, 60)])
+def test_speed(
+    flags: str, batch: int, steps: int, train: Callable[..., Trained], dry: bool,
+    record_property: Record,
+) -> None:  # fmt: skip
+    """Images/s by the wall clock and by the steps' own times, which in large batches may differ by
+    2 %: in small ones what lies between the steps counts for more."""
+    if dry and ("--compile" in flags or batch > 32):
+        pytest.skip("small, all batches are the same, and the compiler takes minutes")
+    summary = train("run", f"{flags} --batch-size {batch} --max-steps {steps}").summary
+    wall, own = summary["wall_images_per_second"], summary["images_per_second"]
+    record_property("wall_images_per_second", wall)
+    record_property("images_per_second", own)
+    assert wall and own
+    assert dry or batch == 32 or wall / own == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_determinism(precision: str, train: Callable[..., Trained]) -> None:
+    """One worker of each engine, and DDP's again: all end with the same bits."""
+    flags = f"--batch-size 32 --max-steps 6 --deterministic --precision {precision}"
+    engines = ["ddp", "ddp", *["horovod"] * checks.has_horovod()]
+    runs = [train(f"{number}", flags, engine=one) for number, one in enumerate(engines)]
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("norm", ["local", "sync"])
+def test_two_workers(norm: str, dry: bool, tmp_path: Path) -> None:
+    """Both engines are equal within 1e-5, with each worker's own BatchNorm and with sync
+    BatchNorm, and NCCL carries the gradients."""
+    if not checks.has_horovod():
+        pytest.skip(checks.NO_HOROVOD)
+    words = f"--workers 2 --steps 3 --relative 1e-5 --out {tmp_path} -- --data digits --threads 1 "
+    words += f"--batch-norm {norm} {'--no-cuda' if dry else '--deterministic'}"
+    run([sys.executable, "compare/parity.py", *words.split()]).checked()
+    transports = {read_json(path)["transport"] for path in tmp_path.glob("**/summary.json")}
+    assert transports and (dry or transports == {"NCCL"})
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_all_reduce(dry: bool, tmp_path: Path, record_property: Record) -> None:
+    """Sums are right, and NCCL names the transport that it takes, as in P2P/CUMEM."""
+    sizes = "4K 1M --no-cuda" if dry else "4K 16M 256M"
+    words = "--workers 2 --blocks 1 --model none --wires fp32 --backends torch.distributed --out "
+    words += f"{tmp_path} --json {tmp_path}/figures.json --sizes {sizes}"
+    run([sys.executable, "compare/collectives.py", *words.split()], NCCL_DEBUG="INFO").checked()
+    log = (tmp_path / "block-1/torch.distributed/output.log").read_text(errors="replace")
+    via = Counter(re.findall(r" via (\S+)", log))
+    record_property("measured", read_json(tmp_path / "figures.json"))
+    record_property("nccl_via", dict(via))
+    assert dry or via, "NCCL names no transport"
+
+
+def test_stopped_neighbour(dry: bool, tmp_path: Path, record_property: Record) -> None:
+    """A side's speed alone and beside one that is stopped, in turns of each kind: that costs less
+    than 1 %, beyond the noise."""
+    flags = f"{WORK} {RANDOM_IMAGES} --batch-size 64 --precision bf16 {SMALL if dry else ''}"
+    program = (TRAINERS["ddp"], *flags.split(), "--log-dir", "{folder}", "--name", "run")
+    one = Side("one", ("python",), program, 4 if dry else 64, 3 if dry else 40)
+    turns = range(4 if dry else 12)
+    with Scheduler(tmp_path / "stopped") as scheduler:
+        scheduler.start(one)
+        alone = [scheduler.take_turn(one, n).images_per_second for n in turns]
+        scheduler.start(replace(one, name="other"))
+        beside = [scheduler.take_turn(one, n).images_per_second for n in turns]
+    ratio = fmean(beside) / fmean(alone)
+    error = math.hypot(*(stdev(own) / fmean(own) / len(turns) ** 0.5 for own in (alone, beside)))
+    record_property("ratio", ratio)
+    record_property("error", error)
+    assert dry or ratio + 2 * error > 0.99
+
+
+def test_jpegs(train: Callable[..., Trained], record_property: Record) -> None:
+    flags = "--batch-size 256 --precision bf16 --max-steps 40"
+    done = train("run", flags, data=f"--data {jpegs_folder(ROOT / JPEGS)}").summary
+    record_property("cores_used", done["cpu_seconds"] / done["train_seconds"])
+    record_property("input", done["input"])
+    record_property("images_per_second", done["images_per_second"])
+
+
+def test_profile(train: Callable[..., Trained], dry: bool, record_property: Record) -> None:
+    """Five steps have kernels in it."""
+    done = train("run", "--batch-size 256 --precision bf16 --profile-steps 5 --max-steps 20")
+    events = read_json(done.folder / "profile/rank-0.json")["traceEvents"]
+    microseconds = Counter[str]()
+    for event in events:
+        if event.get("cat") == ("cpu_op" if dry else "kernel"):
+            microseconds[event["name"][:80]] += event["dur"]
+    record_property("events", Counter(event.get("cat", "") for event in events))
+    record_property("microseconds", json.dumps(microseconds.most_common(20)))
+    assert microseconds
+
+
+def test_energy(
+    train: Callable[..., Trained], dry: bool, tmp_path: Path, record_property: Record
+) -> None:
+    """NVML's counter against the power that nvidia-smi shows, within 15 %."""
+    if dry:
+        pytest.skip("needs NVML's counter")
+    watts = list[str]()
+    gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # nvidia-smi's own order is another
+
+    def look(process: subprocess.Popen[bytes]) -> None:
+        run_folder = tmp_path / "run"
+        while process.poll() is None:
+            if (run_folder / "metrics.jsonl").exists() and not (
+                run_folder / "summary.json"
+            ).exists():
+                watts.extend(ask_nvidia_smi("power.draw", "--id", gpu))
+            time.sleep(0.5)
+
+    flags = "--batch-size 256 --precision bf16 --max-steps 300"
+    energy = train("run", flags, meanwhile=look).summary["energy"]
+    record_property("energy", energy)
+    record_property("nvidia_smi_watts", watts)
+    shown = [float(one) for one in watts if one.replace(".", "").isdigit()]  # else "[N/A]"
+    if energy["gpu_watts"] is None or not shown:
+        pytest.skip(f"no counter of NVML, or nvidia-smi shows no power: {energy}, {watts}")
+    assert energy["gpu_watts"] / fmean(shown) == pytest.approx(1, abs=0.15)
