@@ -28,12 +28,11 @@ from typing import Annotated, Any
 from tabulate import tabulate
 from tyro.conf import Positional, arg
 
-from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.words import count
 from compare.page.chart import COLOURS, MARKERS, Layer, Plot, linear, logarithmic
 from compare.page.html import template
 from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_runs
-from compare.prediction.networks import Cluster, Network, measured_link, named_network
+from compare.prediction.networks import Cluster, named_network
 from compare.prediction.step import Prediction, at_batch, fit, predict_step
 from recipe.command import run_tool
 from recipe.errors import UserError, near_match, refuse
@@ -64,20 +63,15 @@ class Forecast:
     # Between hosts: 1-, 10-, 25-, 100-, 200- or 400-ethernet, 25-roce, 100-, 200- or
     # 400-infiniband. The rate in Gb/s is that of a host's link, which all its workers share.
     network: str = "10-ethernet"
-    # How many such links a host has.
-    links_per_host: int = 1
+    # How many such links a host has; 0.4 if one carries 40 % of its rate.
+    links_per_host: float = 1.0
     # Within a host with GPUs: pcie, nvlink-v100, nvlink-a100 or nvlink-h100.
     island: str | None = None
-    # What compare/collectives.py measured with two workers on CPUs: on one host, or with
-    # --hosts on two, whose network is then this one.
-    collectives: Path | None = None
     workers_per_host: int = 1  # whose links and cores they share
     # Default: as many as the measured host has.
     cores_per_host: int | None = None
     # Strong scaling: all workers share this batch. Default: each keeps its own (weak scaling).
     global_batch: int | None = None
-    # What all hosts together can read.
-    storage_gbyte_per_s: float = math.inf
     price_per_node_hour: float = 0.0  # in any currency
     # The training whose time and cost are shown. Default: that of the runs.
     preset: str | None = None
@@ -102,18 +96,17 @@ def predict(
     positive = (
         settings.workers_per_host, settings.cores_per_host or 1, settings.images or 1,
         settings.epochs or 1, settings.global_batch or 1, settings.links_per_host,
-        settings.storage_gbyte_per_s,
     )  # fmt: skip
     refuse(
         (
             min(positive) <= 0,
             "--workers-per-host, --cores-per-host, --images, --epochs, --global-batch, "
-            "--links-per-host, --storage-gbyte-per-s: above 0",
+            "--links-per-host: above 0",
         )
     )
     measured = configurations(runs)
     known = {name: read_inputs(own) for name, own in measured.items()}
-    settings = training_of(settings, [*known.values()])
+    settings = training_of(settings, [run for own in measured.values() for run in own])
     charts = {name: chart_of(inputs, settings) for name, inputs in known.items()}
     tables = {
         name: [row_of(step, one, settings) for one, step in chart[settings.network]]
@@ -130,7 +123,7 @@ def predict(
         check_of(name, run, known[name], settings)
         for name, runs_of_it in measured.items()
         for run in runs_of_it
-        if run.is_held_out
+        if run.workers > 1 and not run.is_pair
     ]:
         said.append(summary_of(checks))
     if html:
@@ -156,15 +149,16 @@ def in_words(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def training_of(settings: Forecast, known: Sequence[Inputs]) -> Forecast:
+def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
     """The settings, with images and epochs of the training whose time is shown; UserError for a
     preset that trains on other images than these runs."""
-    images, epochs = max(one.images for one in known), max(one.epochs for one in known)
+    trained = [run.summary.fingerprint for run in runs]
+    images, epochs = (max(one.get(of, 0) for one in trained) for of in ("num_images", "epochs"))
     if settings.preset is not None:
-        hint = near_match(settings.preset, PRESETS)
-        refuse((settings.preset not in PRESETS, f"--preset {settings.preset}: {hint}"))
+        wrong = f"--preset {settings.preset}: {near_match(settings.preset, PRESETS)}"
+        refuse((settings.preset not in PRESETS, wrong))
         recipe = preset(settings.preset)
-        others = {one.pixels for one in known} - {recipe.train_crop_size}
+        others = {one.get("train_crop_size") for one in trained} - {recipe.train_crop_size}
         refuse(
             (
                 others,
@@ -211,7 +205,8 @@ def configurations(paths: Sequence[Path]) -> dict[str, list[MeasuredRun]]:
 def check_of(name: str, run: MeasuredRun, inputs: Inputs, settings: Forecast) -> dict[str, Any]:
     """A line of the table of runs that entered no prediction: the step as measured and predicted,
     and the error in proportion, 0.05 where the prediction is 5 % too slow."""
-    network, own = network_of(inputs, settings), run.environment.local_size
+    of = settings.network, inputs.transport, settings.island, settings.links_per_host
+    network, own = named_network(*of), run.environment.local_size
     cluster = Cluster(math.ceil(run.workers / own), own, run.environment.cores, network)
     step = predict_step(fit(inputs, network), cluster)
     return {
@@ -238,38 +233,20 @@ def summary_of(checks: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def network_of(inputs: Inputs, settings: Forecast) -> Network:
-    """The named network, with the link that was measured."""
-    named = settings.network, inputs.transport, settings.island
-    if settings.collectives is None:
-        return named_network(*named, links_per_host=settings.links_per_host)
-    measurement = read_measurement(settings.collectives)
-    link = measured_link(measurement, inputs.engine, inputs.transport)
-    if not measurement.plan.get("hosts"):
-        return named_network(*named, link, settings.links_per_host)
-    network = named_network(*named)  # between hosts a byte takes the link's time, not a CPU's
-    rate = 1 / max(link.cpu_seconds_per_byte, 1e-15)
-    between = replace(
-        network.between, latency_seconds=link.latency_seconds, bytes_per_second=rate,
-        both_ways_factor=1.0,
-    )  # fmt: skip
-    return replace(network, between=between)
-
-
 def chart_of(inputs: Inputs, settings: Forecast) -> dict[str, Steps]:
     """The steps at 1, 2, 4, ... workers, which fill a host before the next and have an image each,
-    by network: the chosen one and, unless it was measured, others."""
-    others = () if settings.collectives else ON_GPUS if inputs.transport == "nccl" else ON_CPUS
+    by network: the chosen one, and others."""
+    others = ON_GPUS if inputs.transport == "nccl" else ON_CPUS
     batch, own = settings.global_batch, settings.workers_per_host
-    storage, cores = settings.storage_gbyte_per_s * 1e9, settings.cores_per_host or inputs.cores
+    cores = settings.cores_per_host or inputs.cores
     chart: dict[str, Steps] = {}
     for name in dict.fromkeys([settings.network, *others]):
-        network = network_of(inputs, replace(settings, network=name))
+        network = named_network(name, inputs.transport, settings.island, settings.links_per_host)
         fitted = fit(inputs, network)
         chart[name] = [
             (one, predict_step(at_batch(fitted, batch / n) if batch else fitted, one))
             for n in (2**power for power in range(int(math.log2(MOST)) + 1))
-            for one in [Cluster(math.ceil(n / own), min(n, own), cores, network, storage)]
+            for one in [Cluster(math.ceil(n / own), min(n, own), cores, network)]
             if not batch or batch >= n
         ]
     return chart

@@ -14,7 +14,7 @@ EVENLY = tuple((number + 1) / 50 for number in range(50))
 
 
 def training(
-    what: str, engine: str, batch_size: int, speed: float, megabytes: tuple[float, ...],
+    engine: str, batch_size: int, speed: float, megabytes: tuple[float, ...],
     ready: tuple[float, ...] = EVENLY,
 ) -> Inputs:  # fmt: skip
     """A lone worker of `speed` images/s: two thirds of a step are the backward pass, 2 % the
@@ -23,7 +23,6 @@ def training(
     return Inputs(
         engine=engine,
         transport="nccl",
-        arch=what,
         batch_size=batch_size,
         gradient_bytes=tuple(size * MB for size in megabytes),
         ready_seconds=tuple(share * 0.66 * seconds for share in ready),
@@ -40,17 +39,17 @@ def training(
 # Between hosts and within, workers of a host, and efficiencies by workers, as a share of that of
 # the last number's workers. A lone step follows from images/s of one GPU: on a P100, on a V100 (a
 # quarter of what four do), on an A100. VGG-16's largest layers are ready first.
-Row = tuple[Inputs, str, str, int, dict[int, float], int]
+Row = tuple[str, Inputs, str, str, int, dict[int, float], int]
 PUBLISHED: list[Row] = [
-    (training("ResNet-101, Horovod", "horovod", 64, 130, (178 / 50,) * 50),
+    ("ResNet-101, Horovod", training("horovod", 64, 130, (178 / 50,) * 50),
      "25-roce", "pcie", 4, {512: 0.90}, 1),
-    (training("VGG-16, Horovod", "horovod", 64, 150, (16.4, 67.1, 411.1, 30, 29),
+    ("VGG-16, Horovod", training("horovod", 64, 150, (16.4, 67.1, 411.1, 30, 29),
               (0.02, 0.04, 0.08, 0.4, 1.0)),
      "25-roce", "pcie", 4, {512: 0.68}, 1),
-    (training("ResNet-50, 4 V100 a host", "ddp", 208, 729, (102 / 50,) * 50),
+    ("ResNet-50, 4 V100 a host", training("ddp", 208, 729, (102 / 50,) * 50),
      "100-infiniband", "nvlink-v100", 4,
      {n: 39536 * 4 / (s * n) for n, s in {8: 20904, 16: 10969, 32: 6653, 64: 4071}.items()}, 4),
-    (training("ResNet-50, 8 A100", "ddp", 256, 2470, (102 / 50,) * 50),
+    ("ResNet-50, 8 A100", training("ddp", 256, 2470, (102 / 50,) * 50),
      "100-infiniband", "nvlink-a100", 8, {8: 0.84}, 1),
 ]  # fmt: skip
 
@@ -60,7 +59,7 @@ def cases() -> list[tuple[Row, int, float, Prediction, float]]:
     its base in seconds."""
     found = []
     for row in PUBLISHED:
-        inputs, between, island, own, efficiencies, base = row
+        _, inputs, between, island, own, efficiencies, base = row
         network = named_network(between, "nccl", island)
         steps = {
             workers: predict_step(inputs, Cluster(hosts, workers // hosts, 1024, network))
@@ -76,7 +75,7 @@ def table() -> str:
     """All of it as Markdown."""
     rows = [
         {
-            "training": inputs.arch,
+            "training": training,
             "workers": workers,
             "published": f"{100 * published:.0f} %",
             "model": f"{100 * alone / step.step_seconds:.0f} %",
@@ -84,7 +83,7 @@ def table() -> str:
             f"{min(100, 100 * alone / step.low_seconds):.0f} %",
             "assumed": f"{between}, {island}, lone step {inputs.step_seconds * 1e3:.0f} ms",
         }
-        for (inputs, between, island, *_), workers, published, step, alone in cases()
+        for (training, inputs, between, island, *_), workers, published, step, alone in cases()
     ]
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 

@@ -1,7 +1,7 @@
 """What is known of one configuration (model, batch, engine, transport) from its measured runs."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,6 @@ class Inputs:
 
     engine: str  # "ddp" | "horovod"
     transport: str  # "gloo" | "mpi" | "nccl"
-    arch: str
     batch_size: float  # of one worker
     wire_format: str = "fp32"
     gradient_bytes: tuple[float, ...]  # of fp32, in the order in which they get ready
@@ -47,10 +46,6 @@ class Inputs:
     algorithm: str = "tree"  # of the all-reduce: "ring" | "halving" | "tree"
     threads: int = 1  # that compute, of a rank
     cores: int = 1  # of the measured host
-    image_bytes: float = 0.0  # read from storage for an image
-    images: int = 0  # of the training set
-    epochs: float = 1.0  # of the runs
-    pixels: int = 0  # of the side of a training image
     fixed_share: float | None = None  # of forward and backward pass: of a batch of no image
 
     @property
@@ -74,7 +69,6 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
     """
     largest = max(run.batch_size for run in runs)
     lone = [run for run in runs if run.workers == 1 and run.batch_size == largest]
-    smaller = [run for run in runs if run.workers == 1 and run.batch_size < largest]
     pairs = [run for run in runs if run.is_pair]
     of = next(iter([*pairs, *(run for run in runs if run.workers > 1), *lone]))
     command = [*of.environment.command, "--profile-steps", "8", "--name", "one"]
@@ -87,17 +81,14 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
     ))  # fmt: skip
     for name, value in UNLIKE.items():
         refuse((variables.get(name) == value, f"{of.folder}: the model knows no {name}={value}"))
-    phases = {
-        f"{name}_seconds": median(run.phases[name] for run in lone) for name in lone[0].phases
-    }
+    phases = {name: median(run.phases[name] for run in lone) for name in lone[0].phases}
     sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
-    both = [run.phases["forward"] for run in pairs]
+    both = [run.phases["forward_seconds"] for run in pairs]
     first, cap = of.config.first_bucket_mb, of.config.bucket_cap_mb
     is_horovod, transport = of.environment.engine == "horovod", of.environment.transport.lower()
     return Inputs(
         engine=of.environment.engine,
         transport=transport,
-        arch=str(of.config.arch),
         batch_size=largest,
         wire_format=of.config.wire_format or "fp32",
         gradient_bytes=sizes,
@@ -115,23 +106,19 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
         algorithm={"gloo": "ring", "mpi": "halving"}.get(transport, "tree"),
         threads=of.environment.threads if of.environment.device == "cpu" else 1,  # it feeds a GPU
         cores=of.environment.cores,
-        image_bytes=median(run.image_bytes for run in lone),
-        images=int(of.summary.fingerprint.get("num_images", 0)),
-        epochs=float(of.summary.fingerprint.get("epochs", 1)),
-        pixels=int(of.summary.fingerprint.get("train_crop_size", 0)),
-        fixed_share=fixed_share(lone, smaller),
+        fixed_share=fixed_share([run for run in runs if run.workers == 1]),
     )
 
 
-def fixed_share(lone: Sequence["MeasuredRun"], smaller: Sequence["MeasuredRun"]) -> float | None:
+def fixed_share(lone: Sequence["MeasuredRun"]) -> float | None:
     """The part of forward and backward pass that does not shrink with the batch, by a straight line
-    through two batches; None where only one was measured."""
-    if not smaller:
+    through the batches; None where only one was measured."""
+    batches = [run.batch_size for run in lone]
+    if len({*batches}) == 1:
         return None
-    batches = [run.batch_size for run in (*lone, *smaller)]
-    seconds = [run.phases["forward"] + run.phases["backward"] for run in (*lone, *smaller)]
+    seconds = [run.phases["forward_seconds"] + run.phases["backward_seconds"] for run in lone]
     slope, least = np.polyfit(batches, seconds, 1)
-    return float(np.clip(least / (least + slope * lone[0].batch_size), 0, 1))
+    return float(np.clip(least / (least + slope * max(batches)), 0, 1))
 
 
 @dataclass(frozen=True)
@@ -142,9 +129,12 @@ class MeasuredRun:
     config: Settings
     environment: Environment
     summary: Summary
-    seconds: float  # of a step: medians over those that count
-    phases: dict[str, float]
+    phases: dict[str, float]  # seconds of a step, by the names of Inputs
     spread: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
 
     @property
     def workers(self) -> int:
@@ -156,18 +146,8 @@ class MeasuredRun:
         return self.workers == self.environment.local_size == 2
 
     @property
-    def is_held_out(self) -> bool:
-        """Whether its times enter no prediction."""
-        return self.workers > 1 and not self.is_pair
-
-    @property
     def batch_size(self) -> int:
         return int(self.config.batch_size or 1)
-
-    @property
-    def image_bytes(self) -> float:
-        told = self.summary.input
-        return 1e6 * (told.megabytes_per_second or 0.0) / (told.images_per_second or 1.0)
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
@@ -190,11 +170,16 @@ def by_turns(run: MeasuredRun, blocks: Sequence[Block], side: str) -> MeasuredRu
         return run
     for one in found:
         one["backward_seconds"] += one.get("exposed_communication_seconds", 0.0)
-    step, phases = median(one["step_seconds"] for one in found), dict[str, float]()
-    for name in run.phases.keys() - {"other"}:
-        phases[name] = median(one[f"{name}_seconds"] for one in found)
-    phases["other"] = step - sum(phases.values())
-    return replace(run, seconds=step, phases=phases, spread=run.spread * step / run.seconds)
+    phases = typical(found)
+    return replace(run, phases=phases, spread=run.spread * sum(phases.values()) / run.seconds)
+
+
+def typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The phases of a step: medians over these, with the rest of the median step."""
+    names = ("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
+    phases = {name: median(step[name] for step in steps) for name in names}
+    rest = median(step["step_seconds"] for step in steps) - sum(phases.values())
+    return {**phases, "other_seconds": rest}
 
 
 def read_run(folder: Path) -> MeasuredRun:
@@ -207,17 +192,11 @@ def read_run(folder: Path) -> MeasuredRun:
     steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
     if not steps:
         raise UserError(f"{folder}: has no step after its first {skipped}: train longer")
-    seconds = [step.seconds for step in steps]
-    phases = {
-        name: median(getattr(step, f"{name}_seconds") for step in steps)
-        for name in ("data", "forward", "backward", "optimizer")
-    }
-    phases["other"] = median(seconds) - sum(phases.values())
+    told = [{**vars(step), "step_seconds": step.seconds} for step in steps]
     # Between the quartiles of Gumbel's distribution lie 1.573 of its scale.
-    low, high = np.quantile(seconds, [0.25, 0.75])
-    return MeasuredRun(
-        folder, config, environment, summary, median(seconds), phases, float(high - low) / 1.573
-    )
+    low, high = np.quantile([step.seconds for step in steps], [0.25, 0.75])
+    spread = float(high - low) / 1.573
+    return MeasuredRun(folder, config, environment, summary, typical(told), spread)
 
 
 def gradients_of(

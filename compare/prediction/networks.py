@@ -1,12 +1,9 @@
-"""What connects workers: links, named or measured, and the clusters made of them."""
+"""What connects workers: links, networks that have a name, and the clusters made of them."""
 
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from compare.evidence.allreduce_times import Measurement
-from recipe.errors import UserError, near_match, refuse
+from recipe.errors import near_match, refuse
 
 GBIT = 1e9 / 8  # bytes/s of 1 Gb/s
 # Open MPI over TCP seldom sends in both directions at once: seen in the recorded check.
@@ -27,12 +24,10 @@ class Link:
 class Network:
     """Links within a host and between hosts, and what a rank's CPU does for a byte of fp32."""
 
-    name: str
     within: Link
     between: Link
     copy_seconds_per_byte: float = 0.0  # into a buffer and back
     cast_seconds_per_byte: float = 0.0  # to fp16 and back
-    source: str = ""
     control: "Network | None" = None  # over which Horovod's ranks agree; None: over this one
 
 
@@ -44,7 +39,6 @@ class Cluster:
     workers_per_host: int
     cores_per_host: float
     network: Network
-    storage_bytes_per_second: float = math.inf  # of the storage that all hosts share
 
     @property
     def workers(self) -> int:
@@ -63,11 +57,11 @@ ON_CPUS = {
 # with torch's Gloo and Horovod's MPI alike. A copy is assumed.
 COPY, CAST = 0.2e-9, 1.0e-9
 TCP, RDMA = 1448 / 1538, 4096 / 4166  # the payload's share of full packets of 1,500 and 4,096 bytes
-TCP_1G = 55e-6, "half of 110 us round trip, serverfault.com question 791539"
-TCP_10G = 48e-6, "half of 96 us round trip between EC2 instances, blogs.scalablelogic.com 2014-01"
-NCCL = 14e-6, "hwLat of a network, Simple, in NCCL's src/graph/tuning.cc"
-# Between hosts: Gb/s, share of it that is payload, latency and its source. Rates are nominal ones
-# (IEEE 802.3; InfiniBand EDR, HDR and NDR).
+TCP_1G = 55e-6  # half of 110 us round trip, serverfault.com question 791539
+TCP_10G = 48e-6  # half of 96 us round trip between EC2 instances, blogs.scalablelogic.com 2014-01
+NCCL = 14e-6  # hwLat of a network, Simple, in NCCL's src/graph/tuning.cc
+# Between hosts: Gb/s, share of it that is payload, latency. Rates are nominal ones (IEEE 802.3;
+# InfiniBand EDR, HDR and NDR).
 BETWEEN = {
     "1-ethernet": (1, TCP, TCP_1G),
     "10-ethernet": (10, TCP, TCP_10G),
@@ -91,18 +85,17 @@ ISLANDS = {
 
 
 def named_network(
-    between: str,
-    transport: str,
-    island: str | None = None,
-    measured: Link | None = None,
-    links_per_host: int = 1,
+    between: str, transport: str, island: str | None = None, links_per_host: float = 1
 ) -> Network:
-    """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None), within a host as
-    measured or as in ON_CPUS; UserError says which names there are, and what does not fit."""
-    for name, known in ((between, [*BETWEEN]), (island, [None, *ISLANDS])):
-        if name not in known:
-            hint = near_match(str(name), [one for one in known if one])
-            raise UserError(f"{name!r} is no network: {hint}")
+    """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None), within a host as in
+    ON_CPUS; UserError says which names there are, and what does not fit."""
+    refuse(
+        *(
+            (name not in known, f"{name!r} is no network: {near_match(name, known)}")
+            for name, known in ((between, BETWEEN), (island, ISLANDS))
+            if name is not None
+        )
+    )
     refuse(
         (
             island and transport in ON_CPUS,
@@ -114,55 +107,15 @@ def named_network(
             f"{transport} runs on GPUs: say how a host connects them, as in --island pcie",
         ),
     )
-    gbit, payload, (latency, source) = BETWEEN[between]
+    gbit, payload, latency = BETWEEN[between]
     rate = gbit * GBIT * payload * links_per_host
     if island:
         link, control = Link(latency, rate), named_network(between, "mpi")
-        return Network(f"{between}, {island}", ISLANDS[island], link, 0, 0, source, control)
-    own = measured or ON_CPUS[transport]  # whose software, on CPUs, is most of the latency
+        return Network(ISLANDS[island], link, control=control)
+    own = ON_CPUS[transport]  # whose software is most of the latency
     by_turns = transport == "mpi" and payload == TCP
     link = replace(
         own, latency_seconds=own.latency_seconds + latency, bytes_per_second=rate,
         both_ways_factor=MPI_BOTH_WAYS if by_turns else 1.0,
     )  # fmt: skip
-    return Network(between, own, link, COPY, CAST, source)
-
-
-# Of compare/collectives.py, by engine and transport.
-BACKENDS = {
-    ("ddp", "gloo"): "torch.distributed",
-    ("ddp", "mpi"): "torch-mpi",
-    ("horovod", "gloo"): "horovod-gloo",
-    ("horovod", "mpi"): "horovod-mpi",
-}
-
-
-def measured_link(measurement: Measurement, engine: str, transport: str) -> Link:
-    """What compare/collectives.py measured of fp32 between two workers on CPUs, as a link.
-
-    A round's latency is that of DDP: in Horovod's is the wait for its cycle, and until the ranks
-    agree, which the model counts by themselves.
-    """
-    latency, _ = _fitted(measurement, BACKENDS["ddp", transport])
-    _, per_byte = _fitted(measurement, BACKENDS[engine, transport])
-    return Link(latency, cpu_seconds_per_byte=per_byte)
-
-
-def _fitted(measurement: Measurement, backend: str) -> tuple[float, float]:
-    """Seconds of a round and of a byte: least squares of the relative errors of latency x rounds +
-    seconds per byte x bytes."""
-    figures = [
-        figure for (name, message, its), figure in measurement.figures.items()
-        if (name, its) == (backend, "fp32") and message.isdigit()
-    ]  # fmt: skip
-    if len(figures) < 2 or figures[0].workers != 2:
-        raise UserError(
-            f"{backend}: a link is fitted to two sizes or more, measured with two workers; there "
-            f"are {len(figures)}"
-        )
-    seconds = np.array([figure.seconds for figure in figures])
-    terms = np.array([[2.0, figure.bytes] for figure in figures])  # rounds; 2 (n - 1) / n = 1
-    latency, per_byte = np.linalg.lstsq(
-        terms / seconds[:, None], np.ones(len(figures)), rcond=None
-    )[0]
-    return max(float(latency), 0.0), max(float(per_byte), 0.0)
+    return Network(own, link, COPY, CAST)

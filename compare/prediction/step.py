@@ -28,22 +28,13 @@ TREE_RATE = 0.92  # of a ring's, by src/graph/tuning.cc of NCCL
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step is made of, in seconds."""
-
-    seconds: float
-    exposed_seconds: float  # what the exchange of gradients adds
-    straggler_seconds: float  # what waiting for the slowest rank adds
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A step on a cluster, with a 90 % interval."""
 
     step_seconds: float
     low_seconds: float
     high_seconds: float
-    exposed_seconds: float
+    exposed_seconds: float  # what the exchange of gradients adds
     images_per_second: float  # of all workers
     efficiency: float  # of as many workers, each as fast as a lone one
 
@@ -95,8 +86,11 @@ def allreduce(
     )
 
 
-def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_TOLD) -> Step:
-    """Go through a step's messages. `scale` multiplies figures, by the names of UNCERTAIN."""
+def simulate(
+    inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_TOLD
+) -> tuple[float, float]:
+    """Go through a step's messages, and return its seconds, and those that the exchange of
+    gradients adds. `scale` multiplies figures, by the names of UNCERTAIN."""
     workers, threads = cluster.workers, inputs.threads
     cores = cluster.cores_per_host / cluster.workers_per_host  # of a rank
     share = 1 + (max(1.0, threads / cores) - 1) * scale["sharing"]  # ranks take turns on a core
@@ -137,9 +131,7 @@ def simulate(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_T
     # The largest of n values with Gumbel's distribution is larger by scale x ln n, on average.
     straggler = inputs.spread_seconds * scale["spread"] * math.log(busy * cluster.hosts)
     seconds = inputs.step_seconds * slow + exposed + straggler
-    seconds *= scale["model"] if workers > 1 else 1.0
-    read = workers * inputs.batch_size * inputs.image_bytes / cluster.storage_bytes_per_second
-    return Step(max(seconds, read), exposed, straggler)
+    return seconds * (scale["model"] if workers > 1 else 1.0), exposed
 
 
 def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:
@@ -151,19 +143,19 @@ def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) ->
 
 def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
     """The step with its interval: first-order propagation of what may be off."""
-    step = simulate(inputs, cluster)
+    seconds, exposed = simulate(inputs, cluster)
     offs = [
-        simulate(inputs, cluster, {**AS_TOLD, name: 1 + sd}).seconds - step.seconds
+        simulate(inputs, cluster, {**AS_TOLD, name: 1 + sd})[0] - seconds
         for name, sd in UNCERTAIN.items()
     ]
-    half = QUANTILE * math.sqrt(sum(off**2 for off in offs)) / step.seconds
+    half = QUANTILE * math.hypot(*offs) / seconds
     return Prediction(
-        step_seconds=step.seconds,
-        low_seconds=step.seconds * math.exp(-half),
-        high_seconds=step.seconds * math.exp(half),
-        exposed_seconds=step.exposed_seconds,
-        images_per_second=cluster.workers * inputs.batch_size / step.seconds,
-        efficiency=inputs.step_seconds / step.seconds,
+        step_seconds=seconds,
+        low_seconds=seconds * math.exp(-half),
+        high_seconds=seconds * math.exp(half),
+        exposed_seconds=exposed,
+        images_per_second=cluster.workers * inputs.batch_size / seconds,
+        efficiency=inputs.step_seconds / seconds,
     )
 
 
@@ -177,8 +169,8 @@ def fit(inputs: Inputs, network: Network) -> Inputs:
     pair, low, high = Cluster(1, 2, inputs.cores, network), 0.25, 32.0
     for _ in range(40):
         middle = (low + high) / 2
-        too_long = simulate(replace(inputs, exchange_factor=middle), pair).seconds
-        low, high = (low, middle) if too_long > inputs.pair_seconds else (middle, high)
+        seconds, _ = simulate(replace(inputs, exchange_factor=middle), pair)
+        low, high = (low, middle) if seconds > inputs.pair_seconds else (middle, high)
     return replace(inputs, exchange_factor=high)
 
 
