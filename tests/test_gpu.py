@@ -4,7 +4,6 @@ With --dry each test runs on the CPU, small. What a test cannot do here it says,
 missing. The report (--junitxml) has figures and versions.
 """
 
-import json
 import math
 import re
 import subprocess
@@ -30,7 +29,7 @@ from tools.make_jpegs import JPEGS, jpegs_folder
 pytestmark = [
     pytest.mark.gpu, pytest.mark.launch, pytest.mark.full, pytest.mark.timeout(900)
 ]  # fmt: skip
-Record = Callable[[str, object], None]
+Note = Callable[..., None]
 WORK = "--arch resnet50 --channels-last --epochs 1000"
 SMALL = (
     "--no-cuda --arch shufflenet_v2_x0_5 --train-crop-size 32 --val-crop-size 32 --batch-size 4 "
@@ -47,7 +46,7 @@ SYNCHRONISING = "called a synchronizing CUDA operation"
 
 
 @pytest.fixture(scope="session")
-def dry(request: pytest.FixtureRequest, record_testsuite_property: Record) -> bool:
+def dry(request: pytest.FixtureRequest, record_testsuite_property: Any) -> bool:
     """Whether the CPU stands in for GPUs; where none does they are needed."""
     is_dry: bool = request.config.getoption("--dry")
     if not is_dry and not torch.cuda.is_available():
@@ -63,6 +62,17 @@ def dry(request: pytest.FixtureRequest, record_testsuite_property: Record) -> bo
     for name, version in versions.items():
         record_testsuite_property(name, version)
     return is_dry
+
+
+@pytest.fixture
+def note(record_property: Any) -> Note:
+    """note(name=figure): the report holds these figures."""
+
+    def noted(**figures: Any) -> None:
+        for name, figure in figures.items():
+            record_property(name, figure)
+
+    return noted
 
 
 @pytest.fixture
@@ -105,21 +115,19 @@ def ask_nvidia_smi(field: str, *flags: str) -> list[str]:
         pytest.skip(f"nvidia-smi: {error}")
 
 
-def test_facts(dry: bool, record_property: Record) -> None:
+def test_facts(dry: bool, note: Note) -> None:
     """The doctor refuses neither torch, a GPU nor Horovod, and nvidia-smi sees these GPUs."""
     asked = ("torch", "GPUs", "Horovod")
     findings = [asdict(one) for one in checks.check_host() if one.subject in asked]
-    record_property("findings", findings)
+    note(findings=findings)
     assert all(one["status"] != "failed" for one in findings)
     if not dry:
-        record_property("driver", ask_nvidia_smi("driver_version"))
+        note(driver=ask_nvidia_smi("driver_version"))
         names = {torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())}
         assert names <= {*ask_nvidia_smi("name")}
 
 
-def test_synchronising_calls(
-    train: Callable[..., Trained], dry: bool, record_property: Record
-) -> None:
+def test_synchronising_calls(train: Callable[..., Trained], dry: bool, note: Note) -> None:
     """Those of 20 steps: the difference of two runs that differ by so many. The list is for a
     person to judge; but the record alone waits for the GPU now and then."""
     few, many = (
@@ -127,8 +135,7 @@ def test_synchronising_calls(
         for steps in (10, 30)
         for done in [train(f"{steps}", f"--batch-size 32 --max-steps {steps}", *WARNING)]
     )
-    record_property("calls_per_step", (many.total() - few.total()) / 20)
-    record_property("where", many.most_common(20))
+    note(calls_per_step=(many.total() - few.total()) / 20, where=many.most_common(20))
     assert dry or many, "torch names no call: did it look?"
 
 
@@ -141,7 +148,7 @@ WARNING = ("-W", "always", "-c", COUNTED)
 @pytest.mark.parametrize(("batch", "steps"), [(32, 300), (256, 60)])
 def test_speed(
     flags: str, batch: int, steps: int, train: Callable[..., Trained], dry: bool,
-    record_property: Record,
+    note: Note,
 ) -> None:  # fmt: skip
     """Images/s by the wall clock and by the steps' own times, which in large batches may differ by
     2 %: in small ones what lies between the steps counts for more."""
@@ -149,8 +156,7 @@ def test_speed(
         pytest.skip("small, all batches are the same, and the compiler takes minutes")
     summary = train("run", f"{flags} --batch-size {batch} --max-steps {steps}").summary
     wall, own = summary["wall_images_per_second"], summary["images_per_second"]
-    record_property("wall_images_per_second", wall)
-    record_property("images_per_second", own)
+    note(wall_images_per_second=wall, images_per_second=own)
     assert wall and own
     assert dry or batch == 32 or wall / own == pytest.approx(1, abs=0.02)
 
@@ -179,7 +185,7 @@ def test_two_workers(norm: str, dry: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_all_reduce(dry: bool, tmp_path: Path, record_property: Record) -> None:
+def test_all_reduce(dry: bool, tmp_path: Path, note: Note) -> None:
     """Sums are right, and NCCL names the transport that it takes, as in P2P/CUMEM."""
     sizes = "4K 1M --no-cuda" if dry else "4K 16M 256M"
     words = "--workers 2 --blocks 1 --model none --wires fp32 --backends torch.distributed --out "
@@ -187,12 +193,11 @@ def test_all_reduce(dry: bool, tmp_path: Path, record_property: Record) -> None:
     run([sys.executable, "compare/collectives.py", *words.split()], NCCL_DEBUG="INFO").checked()
     log = (tmp_path / "block-1/torch.distributed/output.log").read_text(errors="replace")
     via = Counter(re.findall(r" via (\S+)", log))
-    record_property("measured", read_json(tmp_path / "figures.json"))
-    record_property("nccl_via", dict(via))
+    note(measured=read_json(tmp_path / "figures.json"), nccl_via=dict(via))
     assert dry or via, "NCCL names no transport"
 
 
-def test_stopped_neighbour(dry: bool, tmp_path: Path, record_property: Record) -> None:
+def test_stopped_neighbour(dry: bool, tmp_path: Path, note: Note) -> None:
     """A side's speed alone and beside one that is stopped, in turns of each kind: that costs less
     than 1 %, beyond the noise."""
     flags = f"{WORK} {RANDOM_IMAGES} --batch-size 64 --precision bf16 {SMALL if dry else ''}"
@@ -206,20 +211,21 @@ def test_stopped_neighbour(dry: bool, tmp_path: Path, record_property: Record) -
         beside = [scheduler.take_turn(one, n).images_per_second for n in turns]
     ratio = fmean(beside) / fmean(alone)
     error = math.hypot(*(stdev(own) / fmean(own) / len(turns) ** 0.5 for own in (alone, beside)))
-    record_property("ratio", ratio)
-    record_property("error", error)
+    note(ratio=ratio, error=error)
     assert dry or ratio + 2 * error > 0.99
 
 
-def test_jpegs(train: Callable[..., Trained], record_property: Record) -> None:
+def test_jpegs(train: Callable[..., Trained], note: Note) -> None:
     flags = "--batch-size 256 --precision bf16 --max-steps 40"
     done = train("run", flags, data=f"--data {jpegs_folder(ROOT / JPEGS)}").summary
-    record_property("cores_used", done["cpu_seconds"] / done["train_seconds"])
-    record_property("input", done["input"])
-    record_property("images_per_second", done["images_per_second"])
+    note(
+        cores_used=done["cpu_seconds"] / done["train_seconds"],
+        input=done["input"],
+        images_per_second=done["images_per_second"],
+    )
 
 
-def test_profile(train: Callable[..., Trained], dry: bool, record_property: Record) -> None:
+def test_profile(train: Callable[..., Trained], dry: bool, note: Note) -> None:
     """Five steps have kernels in it."""
     done = train("run", "--batch-size 256 --precision bf16 --profile-steps 5 --max-steps 20")
     events = read_json(done.folder / "profile/rank-0.json")["traceEvents"]
@@ -227,14 +233,14 @@ def test_profile(train: Callable[..., Trained], dry: bool, record_property: Reco
     for event in events:
         if event.get("cat") == ("cpu_op" if dry else "kernel"):
             microseconds[event["name"][:80]] += event["dur"]
-    record_property("events", Counter(event.get("cat", "") for event in events))
-    record_property("microseconds", json.dumps(microseconds.most_common(20)))
+    note(
+        events=Counter(event.get("cat", "") for event in events),
+        microseconds=microseconds.most_common(20),
+    )
     assert microseconds
 
 
-def test_energy(
-    train: Callable[..., Trained], dry: bool, tmp_path: Path, record_property: Record
-) -> None:
+def test_energy(train: Callable[..., Trained], dry: bool, tmp_path: Path, note: Note) -> None:
     """NVML's counter against the power that nvidia-smi shows, within 15 %."""
     if dry:
         pytest.skip("needs NVML's counter")
@@ -252,8 +258,7 @@ def test_energy(
 
     flags = "--batch-size 256 --precision bf16 --max-steps 300"
     energy = train("run", flags, meanwhile=look).summary["energy"]
-    record_property("energy", energy)
-    record_property("nvidia_smi_watts", watts)
+    note(energy=energy, nvidia_smi_watts=watts)
     shown = [float(one) for one in watts if one.replace(".", "").isdigit()]  # else "[N/A]"
     if energy["gpu_watts"] is None or not shown:
         pytest.skip(f"no counter of NVML, or nvidia-smi shows no power: {energy}, {watts}")

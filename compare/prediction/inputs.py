@@ -11,7 +11,7 @@ import numpy as np
 from compare.evidence import packed
 from compare.evidence.profiles import BYTES, RecordedGradients
 from compare.evidence.reading import read_metrics, read_record
-from compare.evidence.records import load_comparison
+from compare.evidence.records import ENGINES, load_comparison
 from compare.evidence.turns import Block
 from recipe.errors import UserError, refuse
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
@@ -151,14 +151,15 @@ class MeasuredRun:
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
-    """Read the runs below a path; of a comparison those that are complete, each with the times of
-    its turns if it has some."""
+    """Read the runs below a path; of a comparison those of DDP and Horovod that are complete, each
+    with the times of its turns if it has some."""
     if not (path / "plan.json").exists():
         return [read_run(one.parent) for one in sorted(path.rglob("summary.json"))]
     comparison = load_comparison(path)
     return [
         by_turns(read_run(run.folder), comparison.blocks_of(run.cell), run.configuration)
         for run in comparison.complete
+        if run.engine in ENGINES
     ]
 
 
