@@ -1,7 +1,7 @@
 """Measure what the engines build on: the allreduce, over message sizes, side by side.
 
     python compare/collectives.py                        this host, 2 workers
-    python compare/collectives.py --workers 4 --hosts a:2,b:2 --svg allreduce.svg
+    python compare/collectives.py --workers 4 --hosts a:2,b:2 --json allreduce.json
     python compare/collectives.py --show runs/collectives-20260131-120000
 
 torch.distributed, the same over MPI (as ddp-mpi trains), Horovod over MPI and over Gloo (with NCCL
@@ -13,14 +13,13 @@ backend once, in random order.
 import argparse
 import os
 import re
-import shlex
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from compare.evidence.allreduce_times import read_measurement
-from compare.page.allreduce_table import as_json, plot, text_report
+from compare.page.allreduce_table import as_json, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import path_from_here
@@ -28,8 +27,8 @@ from compare.plan.hosts import check_logins, most_on_a_host, read_hosts
 from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
 from recipe.command import Flags, parser_of, run_main
-from recipe.errors import UserError, refuse
-from recipe.files import replace_file, write_json
+from recipe.errors import refuse
+from recipe.files import write_json
 from recipe.settings.flags import WIRE_FORMATS
 
 SCRIPT = "compare/collectives.py"
@@ -48,6 +47,11 @@ SCRIPTS = {  # of engines
     "mpi4py": "baselines/mpi_allreduce.py",
 }
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+# Of the flags, what collectives.json keeps.
+KEPT = (
+    "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model", "seconds",
+    "threads", "cuda",
+)  # fmt: skip
 
 
 def size_bytes(text: str) -> int:
@@ -85,49 +89,35 @@ FLAGS: Flags = {
     "--threads": {"type": int, "default": 1, "metavar": "N", "help": "CPU threads of each rank for "
                   "casts and copies (default: 1)"},
     "--no-cuda": {"dest": "cuda", "action": "store_false", "help": "stay on the CPU"},
-    "--seed": {"type": int, "default": 42, "metavar": "N", "help": "of the launches' order "
-               "(default: 42)"},
     "--timeout": {"type": int, "default": 300, "metavar": "SECONDS", "help": "a launch that takes "
                   "longer is ended and counts as failed (default: 300)"},
     "--out": {"type": Path, "metavar": "DIR", "help": "folder for raw figures (default: "
               "runs/collectives-<UTC time>)"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write the figures as JSON"},
-    "--svg": {"type": Path, "metavar": "FILE", "help": "write the plot"},
     "--show": {"type": Path, "metavar": "DIR", "help": "measure nothing: show an earlier folder"},
-    "--dry-run": {"action": "store_true", "help": "print the commands, and nothing else"},
 }  # fmt: skip
 
 
 def measure_or_show(argv: list[str]) -> int:
     """Measure or show what the command line asks for and return the exit code."""
-    options = parse_options(argv)
+    options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     folder = options.show or options.out or Path("runs") / f"collectives-{utc_stamp()}"
     if options.show is None:
-        missing = missing_lines(options)
-        if options.dry_run:
-            for name in options.backends:
-                place = folder / "block-1" / name
-                print(f"mkdir -p {shlex.quote(str(place))}")
-                print(shlex.join(command(name, options, place)))
-            return 0
-        check_logins(options.workers, options.hosts, ["mpirun"])
-        measure_backends(options, folder, missing)
+        measure_backends(options, folder)
     measurement = read_measurement(folder)
     print(f"\n{text_report(measurement)}")
     if options.json is not None:
         write_json(options.json, as_json(measurement))
-    if options.svg is not None:
-        replace_file(options.svg, plot(measurement))
     return 1 if measurement.failed else 0
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """Read the flags; UserError about what does not go together."""
-    options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
-    options.sizes = sorted(set(options.sizes))
+def measure_backends(options: argparse.Namespace, folder: Path) -> None:
+    """Start each backend that is there once a block, one after the other, and keep what each wrote
+    in `folder`; UserError about what does not go together, or one that was named and is missing."""
     slots = options.workers if options.hosts is None else sum(read_hosts(options.hosts).values())
-    files = [path for path in (options.json, options.svg) if path is not None]
-    out_is_used = options.out is not None and options.out.exists() and any(options.out.iterdir())
+    asked = options.backends or [*BACKENDS]
+    reasons = {name: missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in asked}
+    missing = [f"{name}: not available. {why}" for name, why in reasons.items() if why]
     refuse(
         (
             options.workers < 2,
@@ -139,23 +129,41 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
             "--blocks, --threads and --timeout: give positive whole numbers",
         ),
         (slots < options.workers, f"--hosts {options.hosts}: has fewer slots than --workers"),
-        (out_is_used, f"--out {options.out}: is not empty; name a new folder"),
-        *((not path.parent.is_dir(), f"{path}: make its folder first") for path in files),
+        (
+            folder.exists() and any(folder.iterdir()),
+            f"--out {folder}: is not empty; name a new folder",
+        ),
+        (
+            options.json and not options.json.parent.is_dir(),
+            f"{options.json}: make its folder first",
+        ),
+        (options.backends and missing, "\n".join(missing)),
     )
-    return options
-
-
-def missing_lines(options: argparse.Namespace) -> list[str]:
-    """Leave out the backends that are not installed, and return a line about each; raises UserError
-    about one that was asked for by name."""
-    reasons = {
-        name: missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in options.backends or BACKENDS
-    }
-    lines = [f"{name}: not available. {reason}" for name, reason in reasons.items() if reason]
-    if lines and options.backends:
-        raise UserError(lines[0])
-    options.backends = [name for name, reason in reasons.items() if not reason]
-    return lines
+    check_logins(options.workers, options.hosts, ["mpirun"])
+    findings = [
+        check_load(),
+        check_cores(most_on_a_host(options.workers, options.hosts), options.threads),
+    ]
+    warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
+    print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
+    backends = [name for name in asked if not reasons[name]]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "collectives.json", {
+        "created_utc": utc_now(), "backends": backends, "cores": os.cpu_count() or 1,
+        "warnings": warnings, **{name: getattr(options, name) for name in KEPT},
+    })  # fmt: skip
+    failed: set[str] = set()
+    for block in range(1, options.blocks + 1):
+        for name in (one for one in shuffled(backends, block) if one not in failed):
+            place = folder / f"block-{block}" / name
+            place.mkdir(parents=True)
+            words, out = command(name, options, place), place / "measurements.jsonl"
+            outcome = start_command(words, place, options.timeout, out)
+            told = f"block {block}  {name:17}  {outcome.seconds:5.1f} s  {outcome.status}"
+            print(told, flush=True)
+            if outcome.status != "completed":
+                failed.add(name)
+                print(shown_tail(place), flush=True)
 
 
 def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
@@ -169,57 +177,11 @@ def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
     return [
         *configuration.launch_words(options.workers, options.hosts),
         path_from_here(SCRIPTS[configuration.engine]),
-        "--sizes", *map(str, options.sizes), "--wires", *options.wires,
+        "--sizes", *map(str, sorted({*options.sizes})), "--wires", *options.wires,
         "--seconds", f"{options.seconds:g}", "--threads", str(options.threads),
         "--model", options.model, *configuration.arguments, *cuda,
         "--out", str(place / "measurements.jsonl"),
     ]  # fmt: skip
-
-
-def measure_backends(options: argparse.Namespace, folder: Path, missing: list[str]) -> None:
-    """Start every launch of the plan, one after the other, and keep what each wrote in `folder`."""
-    findings = [
-        check_load(),
-        check_cores(most_on_a_host(options.workers, options.hosts), options.threads),
-    ]
-    warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
-    print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    launches = [
-        (block, name)
-        for block in range(1, options.blocks + 1)
-        for name in shuffled(options.backends, options.seed, block)
-    ]
-    kept = (
-        "backends", "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model",
-        "seconds", "threads", "cuda", "seed",
-    )  # fmt: skip
-    write_json(
-        folder / "collectives.json",
-        {
-            "created_utc": utc_now(),
-            **{name: getattr(options, name) for name in kept},
-            "cores": os.cpu_count() or 1,
-            "order": launches,
-            "warnings": warnings,
-        },
-    )
-    failed: set[str] = set()
-    for number, (block, name) in enumerate(launches, start=1):
-        if name in failed:
-            continue
-        place = folder / f"block-{block}" / name
-        place.mkdir(parents=True)
-        words, out = command(name, options, place), place / "measurements.jsonl"
-        outcome = start_command(words, place, options.timeout, out)
-        print(
-            f"[{number}/{len(launches)}] block {block}  {name:17}  {outcome.seconds:5.1f} s  "
-            f"{outcome.status}",
-            flush=True,
-        )
-        if outcome.status != "completed":
-            failed.add(name)
-            print(shown_tail(place), flush=True)
 
 
 main = partial(

@@ -24,7 +24,7 @@ from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.chain import reseal
 from compare.evidence.records import load_comparison
 from compare.evidence.words import without_paths
-from compare.page.allreduce_table import plot, text_report
+from compare.page.allreduce_table import text_report
 from compare.plan.environment import ROOT
 from recipe.command import run_tool
 from recipe.errors import UserError, refuse
@@ -89,9 +89,7 @@ def keep_measurement(
         }
         replace_file(draft / packed.PACKED, packed.lines_of(texts))
         if plan.name == "collectives.json":
-            measurement = read_measurement(draft)
-            replace_file(draft / "report.txt", f"{text_report(measurement)}\n")
-            replace_file(draft / "allreduce.svg", plot(measurement))
+            replace_file(draft / "report.txt", f"{text_report(read_measurement(draft))}\n")
         draft.rename(target)
     print(f"kept: {target}")
     return 0

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from itertools import product
 from pathlib import Path
 
@@ -15,9 +14,11 @@ from launching import run, words_of
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
 from compare.evidence.allreduce_times import read_measurement
-from compare.page.allreduce_table import size_text, table, text_report
+from compare.page.allreduce_table import table, text_report
+from compare.plan.plan import Outcome
 from recipe import allreduce_loop as allreduce
 from recipe.allreduce_loop import Backend, fill, pattern_of, wrong_elements
+from recipe.command import parser_of
 from recipe.errors import UserError
 from recipe.world import World
 
@@ -184,11 +185,10 @@ def test_figures(tmp_path):
     measurement = read_measurement(write_folder(tmp_path / "m", TIMES))
     first = measurement.figures["torch.distributed", "4096", "fp32"]
     assert first.seconds == 2.0e-3 and measurement.rivals(first) == []
-    assert first.algbw == pytest.approx(4096 / 2.0e-3)
     assert first.busbw == pytest.approx(4096 / 2.0e-3 * 2 * 3 / 4)
     mine, half = (measurement.figures["horovod-mpi", "4096", wire] for wire in ("fp32", "fp16"))
     assert half.bytes == 4096  # the payload as the user sees it
-    assert half.algbw == pytest.approx(mine.algbw / 2)
+    assert half.busbw == pytest.approx(mine.busbw / 2)
     assert measurement.rivals(mine) == [first]
     assert [other.wire for other in measurement.rivals(half)] == ["fp16", "fp32"]
     speed = mine.speed_against(first)
@@ -243,10 +243,8 @@ def test_a_folder_without_figures_is_refused(tmp_path, capsys):
     ("file", "text", "said"),
     [
         ("collectives.json", "[]", "is no JSON object"),
-        ("collectives.json", '{"blocks": 3, "workers": 4}', "required field `backends`"),
         ("block-2/mpi4py/outcome.json", '{"status": 7}', "status = 7"),
         ("block-2/mpi4py/measurements.jsonl", '{"kind": "allr', "is no JSON object"),
-        ("block-1/mpi4py/measurements.jsonl", '{"kind": "allreduce"}', "required field `message`"),
     ],
 )
 def test_a_damaged_file_is_one_message(file, text, said, tmp_path, refusal):
@@ -256,19 +254,13 @@ def test_a_damaged_file_is_one_message(file, text, said, tmp_path, refusal):
     assert said in message and Path(file).name in message
 
 
-def test_files_hold_the_figures_of_the_table(tmp_path):
+def test_the_file_holds_the_figures_of_the_table(tmp_path):
     folder = write_folder(tmp_path / "m", TIMES)
-    words = [f"--{kind}={tmp_path / 'figures.'}{kind}" for kind in ("json", "svg")]
-    assert main(["--show", str(folder), *words]) == 0
+    assert main(["--show", str(folder), "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert len(figures) == 3 * 2 * 3 + 3
     assert figures[0]["speeds"] == []
     assert {"against", "low", "high", "ratio"} <= figures[-1]["speeds"][0].keys()
-    svg = ElementTree.parse(tmp_path / "figures.svg").getroot()
-    text = " ".join(svg.itertext())
-    for name in (*TIMES, "fp16 wire", "4 KiB", "256 MiB"):
-        assert name in text
-    assert "var(--" not in (tmp_path / "figures.svg").read_text()
 
 
 def test_the_recorded_result_still_shows(capsys):
@@ -279,10 +271,7 @@ def test_the_recorded_result_still_shows(capsys):
 
 
 def test_sizes_are_read_as_they_are_written():
-    assert [size_bytes(text) for text in ("4096", "4K", "256M", "1g")] == [
-        4096, 4096, 256 << 20, 1 << 30,
-    ]  # fmt: skip
-    assert [size_text(size) for size in (512, 4096, 256 << 20)] == ["512 B", "4 KiB", "256 MiB"]
+    assert [size_bytes(text) for text in ("4096", "4K", "1g")] == [4096, 4096, 1 << 30]
 
 
 @pytest.mark.parametrize(
@@ -301,27 +290,32 @@ def test_mistakes_are_told_before_anything_is_started(words, told, tmp_path, cap
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_installed_is_told_and_never_left_out_in_silence(monkeypatch, capsys):
+def test_what_is_not_installed_is_told_and_never_left_out_in_silence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("compare.running.checks.has_horovod", lambda: False)
-    assert main(["--backends", "horovod-mpi", "--dry-run"]) == 2
+    assert main(["--backends", "horovod-mpi"]) == 2
     assert "horovod_train/build_horovod.py" in capsys.readouterr().err
-    options = collectives.parse_options([])
-    horovod, other = collectives.missing_lines(options)
-    assert horovod.startswith("horovod-mpi: not available") and "horovod-gloo" in other
-    assert options.backends == ["torch.distributed", "torch-mpi", "mpi4py"]
+    monkeypatch.setattr(collectives, "start_command", lambda *_: Outcome("failed"))
+    monkeypatch.setattr(collectives, "shown_tail", lambda place: "")
+    assert main(["--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().out
+    for name in ("horovod-mpi", "horovod-gloo"):
+        assert f"warning: {name}: not available" in told
+    plan = json.loads((tmp_path / "out" / "collectives.json").read_text())
+    assert plan["backends"] == ["torch.distributed", "torch-mpi", "mpi4py"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("name", "hosts", "told"),
     [
-        (["--hosts", "a:1,b:1", "--backends", "torch.distributed"], "mpirun -np 2 -H a:1,b:1"),
-        (["--backends", "torch-mpi"], "ddp_train/torch_allreduce.py"),
-        (["--backends", "torch-mpi"], "--transport mpi --no-cuda"),
+        ("torch.distributed", "a:1,b:1", "mpirun -np 2 -H a:1,b:1"),
+        ("torch-mpi", None, "ddp_train/torch_allreduce.py"),
+        ("torch-mpi", None, "--transport mpi --no-cuda"),
     ],
 )
-def test_commands(words, told, capsys):
-    assert main([*words, "--dry-run"]) == 0
-    assert told in capsys.readouterr().out.splitlines()[-1]
+def test_commands(name, hosts, told):
+    options = parser_of("", "", collectives.FLAGS).parse_args([])
+    options.hosts = hosts
+    assert told in " ".join(collectives.command(name, options, Path("x")))
 
 
 def test_it_starts_without_torch():
@@ -394,7 +388,7 @@ def test_every_engine_sums_right(tmp_path):
     done = run([
         sys.executable, "compare/collectives.py", "--sizes", *sizes, "--model", "squeezenet1_1",
         "--blocks", "1", "--seconds", "0.01", "--no-cuda", "--out", str(folder),
-        "--json", str(tmp_path / "a.json"), "--svg", str(tmp_path / "a.svg"),
+        "--json", str(tmp_path / "a.json"),
     ])  # fmt: skip
     assert done.returncode == 0, done.output
     for name in BACKENDS:
@@ -409,4 +403,3 @@ def test_every_engine_sums_right(tmp_path):
         assert all(len(line["seconds"]) == line["repetitions"] >= 3 for line in lines)
     figures = json.loads((tmp_path / "a.json").read_text())["figures"]
     assert len(figures) == 5 * (2 * 5 - 1)
-    ElementTree.parse(tmp_path / "a.svg")

@@ -9,29 +9,8 @@ from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.paired import Estimate, estimate_ratio
-from compare.evidence.reading import decode, parse, read_object, read_outcome, read_text
+from compare.evidence.reading import decode, read_object, read_outcome, read_text
 from recipe.errors import refuse
-from recipe.record.schema import Count, Positive, Text, Whole
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What collectives.json is asked for by name."""
-
-    backends: list[Text]
-    blocks: Count
-    workers: Count
-
-
-@dataclass(frozen=True)
-class Line:
-    """A message in measurements.jsonl."""
-
-    message: Text
-    wire: Text
-    bytes: Whole
-    tensors: Whole
-    seconds_median: Positive  # over the repetitions of one launch
 
 
 @dataclass(frozen=True)
@@ -52,14 +31,10 @@ class Figure:
         return median(self.seconds_of_blocks)
 
     @property
-    def algbw(self) -> float:
-        """Algorithm bandwidth, bytes/s: payload / time (nccl-tests, doc/PERFORMANCE.md)."""
-        return self.bytes / self.seconds
-
-    @property
     def busbw(self) -> float:
-        """Bus bandwidth, bytes/s: what each link carries at least: algbw x 2 (n - 1) / n."""
-        return self.algbw * 2 * (self.workers - 1) / self.workers
+        """Bus bandwidth, bytes/s: what each link carries at least: payload / time x 2 (n - 1) / n
+        (nccl-tests, doc/PERFORMANCE.md)."""
+        return self.bytes / self.seconds * 2 * (self.workers - 1) / self.workers
 
     def speed_against(self, other: "Figure") -> Estimate:
         """How many times as fast as another one, by blocks."""
@@ -94,31 +69,28 @@ def read_measurement(folder: Path) -> Measurement:
     path = folder / "collectives.json"
     refuse((not packed.exists(path), f"{folder}: holds no measurement of collectives"))
     plan = read_object(path)
-    asked = parse(plan, Asked, path)
     launches: dict[str, list[list[dict[str, Any]]]] = {}  # each launch's lines
-    failed, loads = [], []
-    for name, block in product(asked.backends, range(1, asked.blocks + 1)):
+    failed, loads = list[str](), list[float]()
+    for name, block in product(plan["backends"], range(1, plan["blocks"] + 1)):
         place = folder / f"block-{block}" / name
-        if not packed.exists(place / "outcome.json"):
-            continue  # it was not started, or interrupted
         outcome, path = read_outcome(place), place / "measurements.jsonl"
-        failed += [name] if outcome.status != "completed" else []
         loads.append(outcome.other_load or 0.0)
         if outcome.status == "completed":
             lines = [decode(line, path) for line in read_text(path).splitlines()]
             launches.setdefault(name, []).append(lines)
+        elif outcome.status != "not run":  # as after an interruption
+            failed.append(name)
     launches = {name: own for name, own in launches.items() if name not in failed}
     # Those in which all were measured; the last one may have been interrupted.
     blocks = min(map(len, launches.values()), default=0)
     refuse((not blocks, f"{folder}: no block is complete; each launch's output.log there says why"))
-    worlds = {name: own[0][0] for name, own in launches.items()}
     figures = {}
     for name, own in launches.items():
         for lines in zip(*own[:blocks], strict=False):
-            if lines[0].get("kind") == "allreduce":
-                where = f"{folder}: measurements.jsonl of {name}"
-                first, *others = (parse(line, Line, where) for line in lines)
-                key = name, first.message, first.wire
-                seconds = tuple(one.seconds_median for one in (first, *others))
-                figures[key] = Figure(*key, first.bytes, first.tensors, asked.workers, seconds)
+            if (first := lines[0])["kind"] == "allreduce":
+                key = name, first["message"], first["wire"]
+                seconds = tuple(one["seconds_median"] for one in lines)
+                size = first["bytes"], first["tensors"], plan["workers"]
+                figures[key] = Figure(*key, *size, seconds)
+    worlds = {name: own[0][0] for name, own in launches.items()}
     return Measurement(plan, worlds, figures, failed, blocks, loads)

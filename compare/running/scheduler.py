@@ -39,7 +39,7 @@ from typing import Any
 
 import psutil
 
-from compare.evidence.reading import read_block
+from compare.evidence.reading import read_record
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS
 from compare.plan.environment import ROOT, run_environment, trainers_sha256
@@ -125,7 +125,7 @@ def run_block(
     }
     if path.exists() and origin.items() <= json.loads(path.read_text()).items():
         report(f"{label}: is there already")
-        return read_block(path)
+        return read_record(path, Block)
     began = time.monotonic()
     with Scheduler(folder, sides, timeout) as scheduler:
         report(f"{label}: starting {', '.join(side.name for side in sides)}")
@@ -144,7 +144,7 @@ def run_block(
             **told,
         }
     write_json(path, seal(origin | measured | {"seconds": round(time.monotonic() - began, 3)}))
-    return read_block(path)
+    return read_record(path, Block)
 
 
 @dataclass
