@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from compare.evidence.paired import Estimate
-from compare.evidence.records import RunRecord
-from compare.evidence.rows import PhaseRow, SpeedRow
+from compare.evidence.rows import CellRow, PhaseRow, SpeedRow
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import interval_text, place_text, ratio_text, three_digits
 from compare.page.chart import (
@@ -23,7 +22,6 @@ from compare.page.chart import (
     Scale,
     bar,
     linear,
-    logarithmic,
 )
 from compare.page.findings import Report
 from compare.page.tables import PHASES
@@ -40,16 +38,12 @@ T = TypeVar("T")
 def draw_plots(report: Report) -> list[Plot]:
     """Return the page's plots but the verdict's, which stands with its sentence. Exchange and top-1
     are those of the largest number of workers."""
-    found, order = [], list(report.comparison.configurations).index
-    for case in report.comparison.plan.cases:
-        runs = [run for run in report.comparison.complete if run.case == case]
-        most = max((run.workers for run in runs), default=0)
-        runs = sorted((run for run in runs if run.workers == most),
-                      key=lambda run: order(run.configuration))  # fmt: skip
-        plots = [draw(report, case) for draw in (plot_throughput, plot_drift, plot_phases)]
-        plots += [plot_time_to_accuracy(report, runs)]
-        found += placed(plots, case)
-    return found
+    kinds = (plot_throughput, plot_drift, plot_phases, plot_time_to_accuracy)
+    return [
+        plot
+        for case in report.comparison.plan.cases
+        for plot in placed([draw(report, case) for draw in kinds], case)
+    ]
 
 
 def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
@@ -154,63 +148,39 @@ def interval_line(estimate: Estimate, y: float) -> Layer:
 
 
 def plot_throughput(report: Report, case: str) -> Plot | None:
-    """Show each configuration's speed: over workers, or, where there is only one number of them, as
-    bars; None if none was measured. With many workers both axes are logarithmic."""
+    """Show each configuration's speed at each number of workers; None if none was measured."""
     rows = [row for row in report.speed if row.case == case]
     if not rows:
         return None
-    if len({row.workers for row in rows}) == 1:
-        return plot_rates(report, rows)
-    names = dict.fromkeys(row.configuration for row in rows)
-    speeds = {
-        name: {r.workers: r.images_per_second for r in rows if r.configuration == name}
-        for name in names
-    }
-    layers: list[Layer] = []
-    for name, line in speeds.items():
-        points, fewest = sorted(line.items()), min(line)
-        ideal = [(n, line[fewest] * n / fewest) for n in line]
-        own = report.labels[name]
-        texts = [f"{place_text(own, n)}: {three_digits(rate)} images/s" for n, rate in points]
-        layers.append(Layer("line", ideal, MUTED, 1, "1.5 2", key="ideal"))
-        layers += curve(report, name, points, texts, 1.3, 3)
-    layers += [Layer("line", [(r.workers, r.lowest), (r.workers, r.highest)], INK, 1) for r in rows]
-    workers = sorted({n for line in speeds.values() for n in line})
-    ticks = [(float(n), str(n)) for n in thinned(workers, 6)]
-    _, y = values_of(layers)
-    is_wide = workers[-1] > 16 * workers[0]
-    return Plot(
-        "throughput",
-        "Training throughput",
-        "Training images per second of all workers, without the first steps and evaluation. Marks: "
-        "all images over all seconds; upright lines: the range of the blocks; dotted: ideal "
-        "scaling.",
-        Scale(workers[0] / 1.2, workers[-1] * 1.2, ticks, "workers", is_wide),
-        logarithmic(y, "images/s") if is_wide else linear(y, "images/s", zero=True),
-        layers,
-    )
-
-
-def plot_rates(report: Report, rows: Sequence[SpeedRow]) -> Plot:
-    """Show the speed of each configuration at one number of workers."""
     layers, named, unit = list[Layer](), list[PlotRow](), report.comparison.unit
-    for y, row in enumerate(rows):
-        name, rate = report.labels[row.configuration], row.images_per_second
-        told = f"{three_digits(rate)} {unit}/s"
-        colour = line_style(report, row.configuration)[1]
+    fewest: dict[str, SpeedRow] = {}
+    for y, (row, name) in enumerate(zip(rows, row_names(report, rows), strict=True)):
+        rate, base = row.images_per_second, fewest.setdefault(row.configuration, row)
+        told, colour = f"{three_digits(rate)} {unit}/s", line_style(report, row.configuration)[1]
         layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {told}"))
         layers.append(interval_line(row.mean, y + 0.14))
+        if row is not base:
+            ideal = base.images_per_second * row.workers / base.workers
+            ends = [(ideal, y - 0.06), (ideal, y + 0.34)]
+            layers.append(Layer("line", ends, MUTED, 1.4, "3 2", key="ideal scaling"))
         named.append(PlotRow(y, name, told))
     return row_plot(
         "throughput",
         "Training throughput",
         f"Training {unit} per second of all workers, without the first steps and evaluation. Bars: "
-        "all of them over all seconds; lines: the interval of the blocks' mean. What slows all "
-        "sides of a block is in these lines, and not in the ratios of the verdicts.",
+        "all of them over all seconds; lines: the interval of the blocks' mean; dashed: ideal "
+        "scaling from the fewest workers. What slows all sides of a block is in these lines, and "
+        "not in the ratios of the verdicts.",
         linear(values_of(layers)[0], f"{unit}/s", zero=True),
         layers,
         named,
     )
+
+
+def row_names(report: Report, rows: Sequence[CellRow]) -> list[str]:
+    """Name the cells of a plot's rows, with the workers where their numbers differ."""
+    is_several = len({row.workers for row in rows}) > 1
+    return [place_text(report.labels[row.configuration], is_several * row.workers) for row in rows]
 
 
 def plot_drift(report: Report, case: str) -> Plot | None:
@@ -251,14 +221,8 @@ def plot_phases(report: Report, case: str) -> Plot | None:
     if not shown:
         return None
     milliseconds = [1000 * row.seconds["step_seconds"] for row in shown]
-    is_several = len({row.workers for row in shown}) > 1
-    names = [
-        place_text(report.labels[row.configuration], is_several * row.workers) for row in shown
-    ]
-    rows = [
-        PlotRow(y, name, f"{three_digits(ms)} ms")
-        for y, (name, ms) in enumerate(zip(names, milliseconds, strict=True))
-    ]
+    told = [f"{three_digits(ms)} ms" for ms in milliseconds]
+    rows = [*map(PlotRow, range(len(shown)), row_names(report, shown), told)]
     return row_plot(
         "step-breakdown",
         "Time per step by phase",
@@ -287,11 +251,14 @@ def phase_layers(row: PhaseRow, told_in: PlotRow) -> list[Layer]:
     return layers
 
 
-def plot_time_to_accuracy(report: Report, runs: Sequence[RunRecord]) -> Plot | None:
-    """Show validation top-1 against the training clock, of runs that nobody disturbed; None without
-    evaluations."""
+def plot_time_to_accuracy(report: Report, case: str) -> Plot | None:
+    """Show validation top-1 against the training clock, of runs with the most workers that nobody
+    disturbed; None without evaluations."""
     layers: list[Layer] = []
-    runs = [run for run in runs if not run.is_disturbed]
+    whole = [run for run in report.comparison.complete if run.case == case]
+    most = max((run.workers for run in whole), default=0)
+    runs = [run for run in whole if run.workers == most and not run.is_disturbed]
+    runs.sort(key=lambda run: line_style(report, run.configuration)[0])
     blocks = thinned(sorted({run.block for run in runs}), BLOCKS_IN_DETAIL)
     for run in (run for run in runs if run.block in blocks):
         line = [(one.train_seconds_so_far, one.top1) for one in run.evaluations]
