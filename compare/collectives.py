@@ -41,11 +41,6 @@ BACKENDS = {
     "horovod-gloo": "horovod-gloo",
     "mpi4py": "mpi4py-mpirun",
 }
-SCRIPTS = {  # of engines
-    "ddp": "ddp_train/torch_allreduce.py",
-    "horovod": "horovod_train/horovod_allreduce.py",
-    "mpi4py": "baselines/mpi_allreduce.py",
-}
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # Of the flags, what collectives.json keeps.
 KEPT = (
@@ -176,7 +171,7 @@ def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
     cuda = [] if options.cuda and configuration.transport != "mpi" else ["--no-cuda"]
     return [
         *configuration.launch_words(options.workers, options.hosts),
-        path_from_here(SCRIPTS[configuration.engine]),
+        path_from_here(configuration.trained_by.allreduce),
         "--sizes", *map(str, sorted({*options.sizes})), "--wires", *options.wires,
         "--seconds", f"{options.seconds:g}", "--threads", str(options.threads),
         "--model", options.model, *configuration.arguments, *cuda,

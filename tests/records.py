@@ -17,7 +17,7 @@ from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Case, OwnConfiguration, Plan, Share, Words
 from compare.plan.plan_json import END, read_plan
-from compare.running.sides import MeasurementError, Side
+from compare.running.sides import MeasurementError, Program
 from recipe.files import write_json
 from recipe.record.schema import Environment, Summary
 
@@ -161,14 +161,14 @@ class MadeUpBlocks:
     scatters. It notes what it has measured. A side of the name `fails` fails; `error`, if there is
     one, comes after so many blocks."""
 
-    def __init__(self, speed: Callable[[Side], float], scatter: float) -> None:
+    def __init__(self, speed: Callable[[Program], float], scatter: float) -> None:
         self.speed, self.scatter, self.disturbed, self.fails = speed, scatter, 0.0, ""
         self.error: BaseException | None = None
         self.error_after = 0
         self.folders, self.orders = list[Path](), list[tuple[str, ...]]()
 
     def __call__(
-        self, sides: Sequence[Side], rounds: int, folder: Path, number: int, *_: Any,
+        self, sides: Sequence[Program], rounds: int, folder: Path, number: int, *_: Any,
         seal: Callable[[dict[str, Any]], dict[str, Any]], **__: Any,
     ) -> Block:  # fmt: skip
         if self.error is not None and len(self.folders) >= self.error_after:

@@ -31,7 +31,7 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
 from compare.running import take_turns
 from compare.running.scheduler import make_turn, run_block
-from compare.running.sides import MeasurementError, Side, side_of
+from compare.running.sides import MeasurementError, Program, side_of
 from recipe.data.image_folder import Listing, list_images
 from recipe.errors import UserError
 from recipe.settings.config import Config
@@ -170,7 +170,7 @@ def test_a_side_may_have_no_phases(tmp_path: Path) -> None:
 
 
 def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:
-    sides = [Side(name, ("python",), ("p.py",), 8) for name in ("x", "y", "x")]
+    sides = [Program(name, ("python",), ("p.py",), 8) for name in ("x", "y", "x")]
     with pytest.raises(MeasurementError, match=r"^two sides have one name, of x, y, x"):
         run_block(sides, 1, tmp_path / "block-1", 1, "block 1")
     assert not [*tmp_path.iterdir()]
@@ -185,7 +185,7 @@ def test_a_trainer_without_instruments_takes_turns() -> None:
     told = client.trained(session, None)
     assert told["phases"] == {}
     told |= {"seconds": 1.0, "busy": 1.0, "cpu_seconds": 1.0, "window": 1.0, "images": 16}
-    side = Side("off", ("python",), ("p.py",), 8, steps=2)
+    side = Program("off", ("python",), ("p.py",), 8, steps=2)
     assert make_turn(side, 0, 0.0, [Mock(copy=0, machine=0, measured=told)], 1.0).phases == {}
 
 

@@ -22,8 +22,6 @@ from compare.evidence.stopping import (
     MIN_DEGREES_TO_STOP,
     group_of,
     is_enough,
-    minutes_to_narrow,
-    minutes_to_show,
     reason_to_stop,
 )
 from compare.evidence.turns import estimate, turn_error
@@ -149,19 +147,6 @@ def test_a_series_is_correlated_with_itself_a_block_before():
     assert found == pytest.approx(16 / 28) and p_value < 0.01
     for blocks in ([0.1], [0.1, 0.2], [0.1, 0.1, 0.1]):
         assert estimate_logs(blocks).serial_correlation()[1] > 0.05
-
-
-def test_how_many_more_minutes_would_decide():
-    estimate = estimate_logs([-0.02, 0.02] * 4)
-    more = minutes_to_narrow(estimate, 0.01, 60)
-    assert more is not None and 8 + more == pytest.approx(20, abs=2)  # (1.96 x 0.0214 / 0.00995)^2
-    assert minutes_to_narrow(estimate, 0.5, 60) == 0
-    # 1.5 half-widths: a power of 80 %. Measuring on is an extension, of 97.5 %: (2.24 / 1.96)^2
-    shown, of_five = (minutes_to_show(estimate, 0.015, 60, family) for family in (1, 5))
-    assert shown is not None and of_five is not None
-    assert 8 + shown == pytest.approx(20 * 1.31, abs=2) and of_five > shown
-    assert minutes_to_narrow(estimate_logs([0.1]), 0.01, 60) is None
-    assert minutes_to_narrow(estimate, 1e-9, 60) is None
 
 
 def test_two_blocks_have_no_interval_and_none_are_refused():

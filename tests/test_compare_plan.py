@@ -523,6 +523,15 @@ def test_varied_settings_bear_the_names_of_the_configuration():
     assert plan.varied == ["batch_size", "cuda", "wd", "static_graph", "lr_min"]
 
 
+def test_a_pair_may_have_a_margin_of_its_own() -> None:
+    words = ["--configurations", "ddp-torchrun", "horovod-mpi", "horovod-gloo"]
+    plan = plan_of(*words, "--margins", "ddp-torchrun:horovod-mpi=1%")
+    assert [plan.margin_of(pair) for pair in plan.pairs()] == [0.01, 0.03]
+    assert make_plan(parse_options(plan_words(plan), "")) == plan
+    with pytest.raises(UserError, match="--margins horovod-mpi:horovod-gloo: there is no such"):
+        plan_of(*words, "--margins", "horovod-mpi:horovod-gloo=1%")
+
+
 RECORDED = sorted((ROOT / "results").glob("*/*/plan.json"))
 
 

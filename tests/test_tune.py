@@ -20,7 +20,7 @@ from compare.plan.plan import Run
 from compare.plan.plan_json import plan_differences, plan_record
 from compare.run import main
 from compare.running import tune as tune_module
-from compare.running.sides import Side
+from compare.running.sides import Program
 from compare.running.tune import Values, commented, free_knobs, knobs_for, tuning_plan
 from recipe.errors import UserError
 from recipe.settings.knobs import Knobs, knobs_text, read_knobs
@@ -133,7 +133,7 @@ def test_what_a_search_refuses(words: list[str], told: str) -> None:
 # --------------------------------------------------------------------------- with made-up blocks
 
 
-def speed_of(side: Side) -> float:
+def speed_of(side: Program) -> float:
     """A bucket of 50 makes DDP 1.3 times as fast, a cycle of 0.5 Horovod twice."""
     words = shlex.join(side.program)
     speed = 130.0 if "--bucket-cap-mb 50" in words else 100.0

@@ -41,7 +41,7 @@ from compare.running.scheduler import (
     run_block,
     with_steps,
 )
-from compare.running.sides import MeasurementError, NoTurns, Side, training_side
+from compare.running.sides import MeasurementError, NoTurns, Program, training_side
 from compare.running.take_turns import State, receive, send
 from recipe import start
 from recipe.record.schema import PHASES
@@ -50,9 +50,9 @@ from recipe.watch import engine_timeout
 from recipe.world import read_world
 
 
-def side(**changes: object) -> Side:
+def side(**changes: object) -> Program:
     values = {"name": "x", "launcher": ("python",), "program": ("p.py",), "images_per_step": 8}
-    return Side(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
+    return Program(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------ what turns come to
@@ -92,7 +92,7 @@ class MadeUp(Scheduler):
         self.pace, self.loads = pace, list(loads)
 
     def take_turn(
-        self, side: Side, round_: int, purpose: turns.Purpose = "speed", **how: bool
+        self, side: Program, round_: int, purpose: turns.Purpose = "speed", **how: bool
     ) -> Turn:
         load = self.loads.pop(0) if self.loads else 0.0
         seconds = self.pace[side.name] * side.steps
@@ -201,7 +201,7 @@ for step in range(10**9):
 """
 
 
-def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) -> Side:
+def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) -> Program:
     script = folder / f"{name}.py"
     script.write_text(text)
     program = (str(script),)
@@ -242,7 +242,9 @@ def test_on_gpus_a_side_warms_up_alone(tmp_path: Path, monkeypatch: pytest.Monke
     """Where there is none, the next one starts meanwhile."""
     others, start_side = list[set[State]](), scheduler_module.start_side
 
-    def spy(side: Side, command: list[str], folder: Path, launches: Scheduler, *more: Any) -> Any:
+    def spy(
+        side: Program, command: list[str], folder: Path, launches: Scheduler, *more: Any
+    ) -> Any:
         others.append({rank.state for rank in launches.ranks})
         return start_side(side, command, folder, launches, *more)
 
@@ -316,10 +318,10 @@ def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
 MEASURES = """
 import sys, time
 from pathlib import Path
-from compare.running.sides import Side
+from compare.running.sides import Program
 from compare.running.scheduler import Scheduler
 with Scheduler(Path(sys.argv[2])) as scheduler:
-    scheduler.start(Side("one", (sys.executable,), (sys.argv[1],), joins=True))
+    scheduler.start(Program("one", (sys.executable,), (sys.argv[1],), joins=True))
     print(scheduler.copies["one", 0].pid, scheduler.watchdog.pid, flush=True)
     time.sleep(600)
 """

@@ -18,14 +18,12 @@ from compare.evidence.reading import (
     read_record,
 )
 from compare.evidence.turns import Block
-from compare.plan.configurations import CONFIGURATIONS, Configuration
+from compare.plan.configurations import ENGINES, PEERS, Configuration
 from compare.plan.plan import Outcome, Run, turns_place
 from compare.plan.plan_json import PlanRecord, read_plan
 from recipe.errors import UserError, refuse
 from recipe.record.schema import Environment, EvalLine, Settings
 
-ENGINES = {"ddp": "DDP", "horovod": "Horovod"}  # as a person writes them
-ONE_WORKER = {one.engine for one in CONFIGURATIONS.values() if one.is_one_worker}
 MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose times are not doubted
 FAILED = re.compile(r".+?\.failed-\d+")
 CellKey = tuple[str, int, str]  # case, workers, configuration: runs with the same one are repeats
@@ -160,7 +158,7 @@ class Comparison:
             if len(used) == 1 and not own.flags and not own.environment:
                 found.setdefault(used.pop(), name)
         for other in sorted({transport for _, transport in found} - {"Gloo"}):
-            places = [(engine, t) for t in (other, "Gloo") for engine in ENGINES]
+            places = [(engine, t) for t in (other, "Gloo") for engine in PEERS]
             if not self.plan.null and found.keys() >= {*places}:
                 return {place: found[place] for place in places}
         return {}
@@ -284,6 +282,7 @@ def read_written(run: RunRecord, folder: Path) -> None:
     that is wrong, or says that other workers ran than the plan has."""
     run.config = read_record(folder / "config.json", Settings)
     run.environment = read_record(folder / "environment.json", Environment)
-    ran, planned = run.environment.world_size, 1 if run.engine in ONE_WORKER else run.workers
+    planned = 1 if ENGINES[run.engine].is_one_worker else run.workers
+    ran = run.environment.world_size
     problem = f"{folder}/environment.json: world_size is {ran}, but the plan has {planned}"
     refuse((ran != planned, problem))

@@ -58,12 +58,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from compare.evidence.paired import (
-    HALF_WIDTHS_OF_80_PERCENT,
-    MIN_BLOCKS,
-    Estimate,
-    student_quantile,
-)
+from compare.evidence.paired import MIN_BLOCKS, Estimate, student_quantile
 from compare.evidence.records import Comparison
 from compare.evidence.turns import Block, estimate, turn_error
 from compare.plan.plan import Plan, percentage
@@ -71,7 +66,6 @@ from compare.plan.plan import Plan, percentage
 MIN_DEGREES_TO_STOP = 9  # of freedom, of each interval that is to end a measurement: ten blocks
 # An error by blocks over that by their turns: what launches add, in the records under results/.
 BLOCKS_OVER_TURNS = math.sqrt(1.2)
-MOST_BLOCKS = 1000  # beyond which nobody waits
 
 
 def reason_to_stop(
@@ -111,32 +105,6 @@ def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
         <= math.log1p(plan.until_interval)
         for one in estimates
     )
-
-
-def minutes_to_narrow(
-    estimate: Estimate, until_interval: float, block_seconds: float | None
-) -> float | None:
-    """Return how many more minutes would bring the interval to this half-width, if the noise stays
-    as it is; None without an interval, if it would take too many, or if `block_seconds`, that a
-    block takes, are not known."""
-    if estimate.low is None or block_seconds is None:
-        return None
-    spread = estimate.error * math.sqrt(estimate.blocks)  # of one block
-    for blocks in range(estimate.blocks, MOST_BLOCKS + 1):
-        quantile = student_quantile(estimate.confidence, blocks - 1)
-        if quantile * spread / math.sqrt(blocks) <= math.log1p(until_interval):
-            return (blocks - estimate.blocks) * block_seconds / 60
-    return None
-
-
-def minutes_to_show(
-    estimate: Estimate, margin: float, block_seconds: float | None, family: int = 1
-) -> float | None:
-    """Return after how many more minutes a difference of `margin` (0.03 is 3 %) would be shown with
-    80 % probability, as one of a `family` of verdicts; None: not known."""
-    # As it is once the measurement is extended; of a family, at the first step of Holm's method.
-    extended = replace(estimate, confidence=1 - (1 - estimate.confidence) / 2 / family)
-    return minutes_to_narrow(extended, margin / HALF_WIDTHS_OF_80_PERCENT, block_seconds)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 
 from compare.evidence.equality import Fact, compare_facts, difference_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
 from compare.evidence.records import Comparison
-from compare.evidence.stopping import minutes_to_show, unfinished
+from compare.evidence.stopping import unfinished
 from compare.evidence.turns import estimate, throughput, work_per_cpu_second
 from compare.evidence.words import (
     bound_text,
@@ -73,7 +73,6 @@ class Verdict:
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
     is_finished: bool = True  # False: the plan would measure on, and nothing is decided yet
     family: int = 1  # verdicts of the report that Holm's correction is over
-    block_seconds: float | None = None  # that a block of turns usually takes; None: not known
 
     @property
     def corrected_half_width(self) -> float:
@@ -149,20 +148,13 @@ class Verdict:
         )
 
     def remark(self, speed: Estimate) -> str:
-        """Return what a reader must know beside the claim: of a null test that failed, or how much
-        longer a measurement would show a difference of the margin's size."""
-        if not self.is_finished or speed.low is None:
+        """Return what a reader must know beside the claim of a null test that failed."""
+        if not self.is_null_test or not self.is_finished or speed.low is None:
             return ""
         if self.delay is not None:
             return NOT_FOUND if self.decision == "undecided" else ""
-        if self.is_null_test:
-            difference = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
-            return UNFIT.format(difference=difference) if self.decision in DIFFERENT else ""
-        minutes = minutes_to_show(speed, self.margin, self.block_seconds, self.family)
-        if self.decision != "undecided" or not minutes:
-            return ""
-        more = count(max(1, round(minutes)), "more minute")
-        return f"; about {more} would show a difference of {percent_text(self.margin)}"
+        difference = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
+        return UNFIT.format(difference=difference) if self.decision in DIFFERENT else ""
 
     @property
     def finds_delay(self) -> bool:
@@ -280,7 +272,7 @@ def judge_pair(
         first_label=labels[first],
         second_label=labels[second],
         differences=tuple(differences.values()),
-        margin=comparison.plan.margin,
+        margin=comparison.plan.margin_of(pair),
         unit=comparison.unit,
         is_null_test=comparison.plan.null,
         delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
@@ -294,9 +286,7 @@ def judge_pair(
         estimate(blocks, {first: 1, second: -1}, value, comparison.confidence)
         for value in (throughput, work_per_cpu_second)
     )
-    seconds = [block.measuring_seconds for block in blocks if block.seconds > 0]
-    usual = median(seconds) if seconds else None
-    return replace(verdict, speed=speed, cpu=work.inverse(), block_seconds=usual)
+    return replace(verdict, speed=speed, cpu=work.inverse())
 
 
 def interaction(

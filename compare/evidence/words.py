@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from compare.evidence.paired import Estimate
-from compare.evidence.records import ENGINES, Comparison
+from compare.evidence.records import Comparison
+from compare.plan.configurations import ENGINES
 from compare.plan.environment import ROOT
 from recipe.record.schema import CONTROL
 
@@ -114,7 +115,7 @@ def used_and_set(comparison: Comparison, configuration: str, is_launcher_told: b
     if len(used) != 1:
         return configuration
     [(engine, transport, launcher)] = used
-    label = ENGINES.get(engine, engine.replace("_", "-"))
+    label = ENGINES[engine].title
     label += "" if transport == "none" else f" over {transport}"
     label += f" by {launcher}" if is_launcher_told else ""
     own = comparison.configurations[configuration]

@@ -12,7 +12,7 @@ from compare.evidence import packed
 from compare.evidence.equality import compare_facts
 from compare.evidence.occasions import Key, over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
-from compare.evidence.records import ENGINES, Comparison, RunRecord
+from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.rows import (
     phase_differences,
     phase_rows,
@@ -30,6 +30,7 @@ from compare.evidence.words import (
     shortest_unique_names,
     without_paths,
 )
+from compare.plan.configurations import ENGINES, PEERS
 from compare.plan.plan_file import plan_words
 from recipe.record.schema import Environment
 from recipe.settings.flags import Config
@@ -93,11 +94,11 @@ class Report:
         if self.comparison.plan.null:
             return "A null test: each configuration against itself"
         if len(engines) == 1:
-            return (
-                f"The training under {' '.join(ENGINES.get(name, name) for name in engines)} alone"
-            )
-        both = f"{' and '.join(ENGINES.values())}, the same training side by side"
-        return both if engines == ENGINES.keys() else "One training, started in several ways"
+            return f"The training under {ENGINES[engines.pop()].title} alone"
+        peers = " and ".join(title for name, title in PEERS.items() if name in engines)
+        is_known = engines <= PEERS.keys()
+        both = f"{peers}, the same training side by side"
+        return both if is_known else "One training, started in several ways"
 
     @property
     def subtitle(self) -> str:

@@ -101,12 +101,13 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
         return None
     most = max(0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0]))
     ticks = linear([max(0.02, 1 - most), 1 + most]).ticks
+    margins = " or ".join(dict.fromkeys(f"{100 * verdict.margin:g}" for verdict in measured))
     return row_plot(
         "verdict",
         "Speed ratios and their intervals",
         "Diamond and line: point estimate and interval. Rings: the ratio of each block. Dashed "
         "line: equal speed; right of it the first is faster, left of it the second. Grey: within "
-        f"{100 * verdicts[0].margin:g} %; an interval inside is equal, unless the correction for "
+        f"{margins} %; an interval inside is equal, unless the correction for "
         "several verdicts forbids it.",
         Scale(max(0.0, 1 - 1.12 * most), 1 + 1.12 * most, ticks, "speed of the first / the second"),
         layers,

@@ -11,11 +11,12 @@ import tabulate
 
 from compare.evidence.goals import goals_of
 from compare.evidence.paired import Estimate
-from compare.evidence.records import ENGINES, Comparison
+from compare.evidence.records import Comparison
 from compare.evidence.rows import PhaseRow
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
 from compare.page.findings import Report, SideBySide
+from compare.plan.configurations import PEERS
 
 POOLED = (
     "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
@@ -203,7 +204,7 @@ def seconds_of(field: str, row: PhaseRow) -> Any:
 def all_tables(report: Report) -> list[Table]:
     """Return the tables in their order: speed first, and apart from it whole trainings."""
     is_by_turns, trainings = report.comparison.is_by_turns, report.trainings
-    has_rungs = any(run.engine not in ENGINES for run in report.comparison.runs)
+    has_rungs = any(run.engine not in PEERS for run in report.comparison.runs)
     phases = (
         "Means over ranks and blocks, of the turns that the verdicts are from (of whole runs: of "
         "rank 0). Exposed: how much longer a step takes because of the gradient exchange; with one "
@@ -324,7 +325,7 @@ def square_table(report: Report, case: str, workers: int) -> Table:
     new, base = dict.fromkeys(transport for _, transport in corners)
     lines: list[tuple[Any, ...]] = [
         (
-            TableCell(ENGINES[engine], series=-1),
+            TableCell(PEERS[engine], series=-1),
             rates.get(corners[engine, base]),
             rates.get(corners[engine, new]),
             ratio_cell(ratios.get((corners[engine, new], corners[engine, base]))),
@@ -333,7 +334,7 @@ def square_table(report: Report, case: str, workers: int) -> Table:
     ]
     lines.append(
         (
-            TableCell(f"{ENGINES[one]} / {ENGINES[other]}", series=-1),
+            TableCell(f"{PEERS[one]} / {PEERS[other]}", series=-1),
             ratio_cell(ratios.get((corners[one, base], corners[other, base]))),
             ratio_cell(ratios.get((corners[one, new], corners[other, new]))),
             ratio_cell(report.interactions.get(place)),

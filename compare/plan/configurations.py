@@ -4,6 +4,7 @@ import hashlib
 import os
 import socket
 from dataclasses import dataclass, field
+from typing import Any
 
 from compare.plan.environment import set_variables, steering_variables
 from compare.plan.hosts import (
@@ -26,6 +27,53 @@ INTERFACE_VARIABLES = (
 MPIRUN_OF_HOROVODRUN = ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
 
 
+@dataclass(frozen=True)
+class Engine:
+    """A way of training that configurations start."""
+
+    trainer: str  # its script
+    title: str  # as a person writes it
+    is_peer: bool = False  # one of the engines that are compared, and no rung of the ladder
+    allreduce: str = ""  # the script that measures its all-reduce alone
+    ablates: bool = False  # can it leave out the exchange of gradients?
+    servers: int = 0  # ranks beside the workers, which do not train
+    has_one_replica: bool = False  # over all ranks: not each of them trains a batch of its own
+    is_one_worker: bool = False  # by its record, whatever --workers: one process trains, on all
+    # its GPUs or by calls to other ranks
+
+
+def rung(name: str, **facts: Any) -> Engine:
+    """Return a rung of docs/ladder.md: a file in baselines/."""
+    return Engine(f"baselines/{name}.py", name.replace("_", "-"), **facts)
+
+
+SCRIPT = "script"  # the engine, and the launcher, of a user's own script: its command says both
+ENGINES = {
+    "ddp": Engine(
+        "ddp_train/train.py", "DDP", True, "ddp_train/torch_allreduce.py", ablates=True
+    ),
+    "horovod": Engine(
+        "horovod_train/train.py", "Horovod", True, "horovod_train/horovod_allreduce.py",
+        ablates=True,
+    ),
+    "mpi4py": Engine(
+        "baselines/mpi4py_train.py", "mpi4py", False, "baselines/mpi_allreduce.py", ablates=True
+    ),
+    "data_parallel": rung("data_parallel", has_one_replica=True, is_one_worker=True),
+    "parameter_averaging": rung("parameter_averaging"),
+    "zero_optimizer": rung("zero_optimizer"),
+    "fsdp": rung("fsdp"),
+    "model_parallel": rung("model_parallel"),
+    "pipeline": rung("pipeline", has_one_replica=True),
+    "parameter_server": rung("parameter_server", servers=1),
+    "rpc_pipeline": rung("rpc_pipeline", has_one_replica=True, is_one_worker=True),
+    "ddp_with_rpc": rung("ddp_with_rpc", servers=1),
+    SCRIPT: Engine("", SCRIPT),
+}  # fmt: skip
+# Those that are compared, in the order of tables.
+PEERS = {name: one.title for name, one in ENGINES.items() if one.is_peer}
+
+
 # Where torchrun's node 0 may listen on the first of several hosts: ports that no kernel gives away.
 RENDEZVOUS_PORTS = range(20_000, 32_000)
 
@@ -39,15 +87,16 @@ class Configuration:
     launcher: str
     controller: str = ""  # horovodrun only: what it passes the messages with
     transport: str = ""  # what its trainer is told to send gradients over; "": its own choice
-    servers: int = 0  # ranks beside the workers, which do not train
-    has_one_replica: bool = False  # over all ranks: not each of them trains a batch of its own
-    is_one_worker: bool = False  # by its record, whatever --workers: one process trains, on all
-    # its GPUs or by calls to other ranks
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
     command: tuple[str, ...] = ()  # of a script of a user's own; empty: it starts a trainer
     copies: int = 1  # of such a script, at once
+
+    @property
+    def trained_by(self) -> Engine:
+        """What is known of its engine."""
+        return ENGINES[self.engine]
 
     @property
     def kind(self) -> tuple[str, str, str, str]:
@@ -87,7 +136,7 @@ class Configuration:
 
     def launcher_words(self, workers: int, hosts: str | None, job: str) -> list[str]:
         """Return the launcher and its flags."""
-        workers += self.servers  # a launcher knows no difference
+        workers += self.trained_by.servers  # a launcher knows no difference
         n = str(workers)
         if self.launcher == "python":
             return ["python"]
@@ -189,22 +238,15 @@ CONFIGURATIONS = {
         Configuration("horovod-srun", "horovod", "srun"),
         Configuration("mpi4py-mpirun", "mpi4py", "mpirun", transport="mpi"),
         # The rungs of docs/ladder.md; what starts no launcher is one process, whatever --workers.
-        Configuration(
-            "data-parallel", "data_parallel", "python", has_one_replica=True, is_one_worker=True
-        ),
+        Configuration("data-parallel", "data_parallel", "python"),
         Configuration("parameter-averaging", "parameter_averaging", "torchrun"),
         Configuration("zero-optimizer", "zero_optimizer", "torchrun"),
         Configuration("fsdp", "fsdp", "torchrun"),
         Configuration("model-parallel", "model_parallel", "torchrun"),
-        Configuration("pipeline", "pipeline", "torchrun", has_one_replica=True),
-        Configuration("parameter-server", "parameter_server", "torchrun", servers=1),
-        Configuration(
-            "rpc-pipeline", "rpc_pipeline", "torchrun", has_one_replica=True, is_one_worker=True
-        ),
-        Configuration("ddp-with-rpc", "ddp_with_rpc", "torchrun", servers=1),
+        Configuration("pipeline", "pipeline", "torchrun"),
+        Configuration("parameter-server", "parameter_server", "torchrun"),
+        Configuration("rpc-pipeline", "rpc_pipeline", "torchrun"),
+        Configuration("ddp-with-rpc", "ddp_with_rpc", "torchrun"),
     )
 }
-
-
-SCRIPT = "script"  # the engine, and the launcher, of a user's own script: its command says both
 DEFAULT_CONFIGURATIONS = ("ddp-torchrun", "horovod-mpi")

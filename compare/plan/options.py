@@ -151,13 +151,13 @@ def case(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def goal(text: str) -> tuple[str, str]:
-    """Read `FIRST:SECOND=RATIO`."""
+    """Read `FIRST:SECOND=RATIO`, a goal or a margin."""
     pair, _, ratio = text.rpartition("=")
     return pair, ratio
 
 
 READERS: dict[str, Callable[[str], tuple[str, Any]]] = {
-    "configuration": definition, "case": case, "side": script, "goals": goal
+    "configuration": definition, "case": case, "side": script, "goals": goal, "margins": goal
 }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ from compare.plan.blocks import DELAY, ROUNDS, balanced, side_by_side
 from compare.plan.configurations import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
+    ENGINES,
     SCRIPT,
     Configuration,
 )
@@ -56,11 +57,7 @@ from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole
 from recipe.settings.flags import flag_name, last_value
 
-TRAINERS = {one.engine: f"baselines/{one.engine}.py" for one in CONFIGURATIONS.values()} | {
-    "ddp": "ddp_train/train.py",
-    "horovod": "horovod_train/train.py",
-    "mpi4py": "baselines/mpi4py_train.py",
-}
+TRAINERS = {name: engine.trainer for name, engine in ENGINES.items()}
 # Flags by which run.py itself steers a trainer, and what the user is told instead.
 RESERVED_FLAGS = {
     "--log-dir": "the plan sets where each run is written: use --out DIR before the --",
@@ -182,7 +179,7 @@ class Run:
 
     @property
     def leaves_this_host(self) -> bool:
-        return not is_only_here(self.workers + self.configuration.servers, self.hosts)
+        return not is_only_here(self.workers + self.configuration.trained_by.servers, self.hosts)
 
     def command(self, log_dir: Path) -> list[str]:
         """Return the command for the current directory, as a person would type it there."""
@@ -397,6 +394,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             identifies=True,
         ),
     ] = Share(0.03)
+    margins: Annotated[
+        dict[str, Share],
+        flag(
+            "another margin for one of the pairs, as in --margins ddp-mpi:horovod-mpi=1%",
+            "FIRST:SECOND=P%",
+            identifies=True,
+        ),
+    ] = {}
     seed: Annotated[
         Whole,
         flag(
@@ -509,7 +514,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def most_ranks(self) -> int:
         """How many ranks the largest start has, its servers among them."""
-        return max(self.workers) + max(configuration.servers for configuration in self.members())
+        return max(self.workers) + max(one.trained_by.servers for one in self.members())
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return which configurations are judged against each other; the control comes last."""
@@ -519,6 +524,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             return [*((name, f"{name}-again") for name in self.configurations), *delayed]
         with_goals = [(a, b) for a, _, b in (key.partition(":") for key in self.goals) if b]
         return list(self.judged_pairs) or with_goals or [(first, other) for other in others]
+
+    def margin_of(self, pair: tuple[str, str]) -> float:
+        """Return within which share of each other two speeds count as equal."""
+        return self.margins.get(":".join(pair), self.margin)
 
     @property
     def end(self) -> tuple[Any, ...]:

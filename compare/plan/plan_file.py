@@ -139,17 +139,20 @@ def plan_words(plan: Plan) -> list[str]:
 def flag_words(name: str, value: Any) -> list[str]:
     """Return the words of one flag with its value."""
     if isinstance(value, dict):
-        named = [
-            f"{key}={own:g}" if isinstance(own, float) else f"{key}={shlex.join(own.words)}"
-            for key, own in value.items()
-        ]
-        return [word for text in named for word in (name, text)]
+        return [w for key, own in value.items() for w in (name, f"{key}={value_text(own)}")]
     if isinstance(value, tuple):
         return [name, *(":".join(one) if isinstance(one, tuple) else str(one) for one in value)]
     if value is True:
         return [name]
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return [name, percentage(value) if isinstance(value, Share) else text]
+    return [name, value_text(value)]
+
+
+def value_text(value: Any) -> str:
+    """Return a value as a flag gives it."""
+    if isinstance(value, Share):
+        return percentage(value)
+    own = shlex.join(value.words) if hasattr(value, "words") else str(value)
+    return f"{value:g}" if isinstance(value, float) else own
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:
@@ -188,6 +191,8 @@ def check_names(plan: Plan) -> None:
     for key in plan.goals:
         for name in key.split(":", 1):
             check_known(f"--goals {key}:", name, plan.configurations)
+    for key in plan.margins:
+        check_known("--margins", key, [":".join(pair) for pair in plan.pairs()])
     for first, second in plan.judged_pairs:
         for name in (first, second):
             check_known(f"--pairs {first}:{second}:", name, plan.configurations)

@@ -50,7 +50,7 @@ from compare.running.launch import (
     failed_folder,
     shown_tail,
 )
-from compare.running.sides import MeasurementError, NoTurns, Side, commands_of
+from compare.running.sides import MeasurementError, NoTurns, Program, commands_of
 from compare.running.take_turns import PATIENT, SCHEDULER, UNREACHABLE, State, receive, send
 from recipe.files import replace_file, write_json
 
@@ -94,7 +94,7 @@ def say(text: str) -> None:
 
 
 def run_block(
-    sides: Sequence[Side],
+    sides: Sequence[Program],
     rounds: int,
     folder: Path,
     number: int,
@@ -172,7 +172,7 @@ class Scheduler(Launches):
     """
 
     def __init__(
-        self, folder: Path, sides: Sequence[Side] = (), timeout: float = LIMIT_SECONDS
+        self, folder: Path, sides: Sequence[Program] = (), timeout: float = LIMIT_SECONDS
     ) -> None:
         super().__init__()
         self.folder, self.timeout = folder, timeout
@@ -180,7 +180,7 @@ class Scheduler(Launches):
         self.listener, self.address = listen(sides)
         self.copies: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # each side's launchers
         self.ranks: list[Rank] = []
-        self.sides = dict[str, Side]()  # that were started
+        self.sides = dict[str, Program]()  # that were started
         self.on_turn = ""  # the name of the side that is; "" while sides start
 
     def __enter__(self) -> "Scheduler":
@@ -203,7 +203,7 @@ class Scheduler(Launches):
         """What others may keep busy in a turn that counts: on the smallest machine."""
         return quiet_load(min(rank.cores for rank in self.ranks))
 
-    def start(self, *sides: Side) -> None:
+    def start(self, *sides: Program) -> None:
         """Start these sides and let them make their first steps; each is paused from then on, and
         leaves the cores to the others.
 
@@ -213,7 +213,7 @@ class Scheduler(Launches):
         its kernels are the fastest, and on a GPU that others use, too, it would choose by chance.
         """
         place = f"{self.address} {self.key.hex()}"
-        started, on_gpus = list[Side](), visible_gpus() > 0
+        started, on_gpus = list[Program](), visible_gpus() > 0
         while not all(self.are(State.PAUSED, side) for side in sides):
             are_there = all(
                 self.are(State.PAUSED, side)
@@ -236,7 +236,7 @@ class Scheduler(Launches):
                     self.send(side, State.PAUSED)
 
     def take_rounds(
-        self, sides: Sequence[Side], rounds: int, patience: float, report: Callable[[str], None]
+        self, sides: Sequence[Program], rounds: int, patience: float, report: Callable[[str], None]
     ) -> tuple[list[Turn], float]:
         """Let sides take turns, forwards and backwards alternately. Return the turns, and how many
         seconds those took that others disturbed, and waiting for quiet."""
@@ -266,7 +266,9 @@ class Scheduler(Launches):
                 ]
         return turns, disturbed_seconds
 
-    def take_turn(self, side: Side, round_: int, purpose: Purpose = "speed", **how: bool) -> Turn:
+    def take_turn(
+        self, side: Program, round_: int, purpose: Purpose = "speed", **how: bool
+    ) -> Turn:
         """Let a side alone go on for its number of steps, and return what it measured. `how`: with
         `exchange` of gradients (the default), and a `digest` of the weights at its end."""
         self.on_turn, began = side.name, time.time()
@@ -297,7 +299,7 @@ class Scheduler(Launches):
                 )
         return {side: found.pop() for (side, _), found in digests.items()}
 
-    def request(self, side: Side, wanted: State, until: State, **values: Any) -> list[Rank]:
+    def request(self, side: Program, wanted: State, until: State, **values: Any) -> list[Rank]:
         """Send all ranks of a side which state to take; return them when all are in `until`."""
         deadline = time.monotonic() + self.timeout
         self.send(side, wanted, **values)
@@ -305,24 +307,24 @@ class Scheduler(Launches):
             self.receive(deadline)
         return self.of(side)
 
-    def send(self, side: Side, wanted: State, **values: Any) -> None:
+    def send(self, side: Program, wanted: State, **values: Any) -> None:
         """Send all ranks of a side which state to take; they run until they say that they have."""
         for rank in self.of(side):
             rank.state = State.RUNNING
             send(rank.connection, wanted, **values)
 
-    def of(self, side: Side) -> list[Rank]:
+    def of(self, side: Program) -> list[Rank]:
         """Return a side's ranks that are there."""
         return [rank for rank in self.ranks if rank.side == side.name]
 
-    def ranks_of(self, side: Side) -> int:
+    def ranks_of(self, side: Program) -> int:
         """Return how many ranks a side has, over all its copies, as it says or else its launchers;
         -1: not known before the first one is there."""
         sizes = {rank.copy: rank.size for rank in self.of(side)}
         told = sum(sizes.values()) if len(sizes) == side.copies else -1
         return side.ranks * side.copies or told
 
-    def are(self, state: State, side: Side) -> bool:
+    def are(self, state: State, side: Program) -> bool:
         """Tell whether all ranks of a side are there, and in this state."""
         states = [rank.state for rank in self.of(side)]
         return len(states) == self.ranks_of(side) and {*states} == {state}
@@ -435,7 +437,7 @@ class Scheduler(Launches):
         return shown_tail(self.folder / place, kept=self.aside / place)
 
 
-def listen(sides: Sequence[Side]) -> tuple[socket.socket, str]:
+def listen(sides: Sequence[Program]) -> tuple[socket.socket, str]:
     """Return what agents connect to, and where they find it: a port, on this host alone if all
     sides are. Both ends prove that they know the key, which travels in the environment.
 
@@ -462,7 +464,7 @@ def listen(sides: Sequence[Side]) -> tuple[socket.socket, str]:
 
 
 def start_side(
-    side: Side,
+    side: Program,
     command: list[str],
     folder: Path,
     launches: Launches,
@@ -482,7 +484,9 @@ def start_side(
     return launches.launch(command, folder, variables, side.directory)
 
 
-def with_steps(scheduler: Scheduler, sides: Sequence[Side]) -> tuple[Sequence[Side], list[Turn]]:
+def with_steps(
+    scheduler: Scheduler, sides: Sequence[Program]
+) -> tuple[Sequence[Program], list[Turn]]:
     """Return the sides, each with the number of steps that makes a turn: by the pace of a trial,
     which is also their first turn with the cores to themselves. All get the same number, or the
     work would not be the same. Also return the trials."""
@@ -495,7 +499,7 @@ def with_steps(scheduler: Scheduler, sides: Sequence[Side]) -> tuple[Sequence[Si
 
 
 def make_turn(
-    side: Side, round_: int, began: float, ranks: Sequence[Rank], cpu_seconds: float
+    side: Program, round_: int, began: float, ranks: Sequence[Rank], cpu_seconds: float
 ) -> Turn:
     """Return what a side's ranks have measured in a turn, which took all of them `cpu_seconds`.
 

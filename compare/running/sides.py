@@ -9,13 +9,12 @@ from typing import Any
 
 from compare.plan.blocks import RUN_MARK
 from compare.plan.environment import ROOT
-from compare.plan.plan import TRAINERS, Plan, Run
+from compare.plan.plan import Plan, Run
 from compare.running.take_turns import SCHEDULER
 from recipe.errors import UserError
 from recipe.settings.config import read_flags
 from recipe.settings.flags import flag_name
 
-ABLATES = {"ddp", "horovod", "mpi4py"}  # engines that can leave out the exchange of gradients
 TAKE_TURNS = str(ROOT / "compare" / "running" / "take_turns.py")
 
 
@@ -33,7 +32,7 @@ class NoTurns(MeasurementError):
 
 
 @dataclass(frozen=True)
-class Side:
+class Program:
     """One of those that are compared: what starts it, and how much it does in a turn."""
 
     name: str  # a folder's, too
@@ -69,7 +68,7 @@ class Side:
         return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
 
 
-def commands_of(sides: Sequence[Side]) -> dict[str, str]:
+def commands_of(sides: Sequence[Program]) -> dict[str, str]:
     """Each side's command for a reader, by its name. MeasurementError if two have one name: they
     would have one folder, and nobody could tell their turns apart."""
     commands = {side.name: side.shown() for side in sides}
@@ -79,7 +78,7 @@ def commands_of(sides: Sequence[Side]) -> dict[str, str]:
     return commands
 
 
-def side_of(run: Run, plan: Plan, folder: Path) -> Side:
+def side_of(run: Run, plan: Plan, folder: Path) -> Program:
     """A planned run as a side of the block that is written into `folder`, named as its
     configuration is. NoTurns where steps are not those of ranks that train a batch each."""
     own = {"steps": plan.steps or 0, "warm_up": plan.warm_up_steps}
@@ -88,20 +87,20 @@ def side_of(run: Run, plan: Plan, folder: Path) -> Side:
     return training_side(run, folder, plan.no_phases, **own)
 
 
-def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any) -> Side:
+def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any) -> Program:
     """A run of a trainer as a side. Its training never comes to an epoch's end, nor to --max-steps
     (take_turns.py sees to that)."""
     configuration = run.configuration
-    if configuration.servers or configuration.has_one_replica:
+    engine = configuration.trained_by
+    if engine.servers or engine.has_one_replica:
         raise NoTurns(f"not each rank of {configuration.name} trains a batch of its own")
-    trainer = str(ROOT / TRAINERS[configuration.engine])
-    return Side(
+    return Program(
         name=configuration.name,
         launcher=tuple(run.launch_words(folder / configuration.name)),
-        program=(trainer, *run.trainer_words("{folder}", "run")),
+        program=(str(ROOT / engine.trainer), *run.trainer_words("{folder}", "run")),
         images_per_step=images_per_step(configuration.engine, run.workers, run.arguments),
         ranks=run.workers,
-        ablates=configuration.engine in ABLATES
+        ablates=engine.ablates
         and not (no_phases or "--use-adasum" in map(flag_name, run.arguments)),
         directory=Path.cwd(),
         over_hosts=run.leaves_this_host or configuration.has_daemons,
@@ -110,10 +109,10 @@ def training_side(run: Run, folder: Path, no_phases: bool = False, **others: Any
     )
 
 
-def script_side(run: Run, **others: Any) -> Side:
+def script_side(run: Run, **others: Any) -> Program:
     """A script of a user's own as a side: the command as it was given, in this folder."""
     configuration = run.configuration
-    return Side(
+    return Program(
         name=configuration.name,
         launcher=(),
         program=configuration.command,
