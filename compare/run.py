@@ -54,7 +54,7 @@ from compare.running.comparison import (
 )
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.sides import MeasurementError
-from compare.running.tune import search_lines, tune, tuning_plan
+from compare.running.tune import tune, tuning_plan
 from recipe.command import run_main
 from recipe.errors import UserError, refuse
 
@@ -80,12 +80,7 @@ def answer(argv: list[str]) -> int:
         check_tools(plan)
     folder = choose_folder(plan, options)
     if options.dry_run:
-        lines = (
-            dry_run_lines(plan, folder, options.warm_up, options.block)
-            if options.tune is None
-            else search_lines(plan, options.tuning_rounds)
-        )
-        print("\n".join(lines))
+        print("\n".join(dry_run_lines(plan, folder, options.warm_up, options.block)))
         return 0
     if not plan.side:
         check_logins(plan.most_ranks, plan.hosts, {one.launcher for one in plan.members()})

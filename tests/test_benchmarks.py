@@ -30,8 +30,8 @@ from compare.page.tables import goals_tables, table_text
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
 from compare.running import take_turns
-from compare.running.scheduler import make_turn, run_block
-from compare.running.sides import MeasurementError, Program, side_of
+from compare.running.scheduler import make_turn
+from compare.running.sides import Program, side_of
 from recipe.data.image_folder import Listing, list_images
 from recipe.errors import UserError
 from recipe.settings.config import Config
@@ -167,13 +167,6 @@ def test_a_side_may_have_no_phases(tmp_path: Path) -> None:
     path = tmp_path / "block.json"
     path.write_text(json.dumps(block))
     assert read_record(path, Block).phases("loop") == {}
-
-
-def test_two_sides_of_one_name_are_refused(tmp_path: Path) -> None:
-    sides = [Program(name, ("python",), ("p.py",), 8) for name in ("x", "y", "x")]
-    with pytest.raises(MeasurementError, match=r"^two sides have one name, of x, y, x"):
-        run_block(sides, 1, tmp_path / "block-1", 1, "block 1")
-    assert not [*tmp_path.iterdir()]
 
 
 def test_a_trainer_without_instruments_takes_turns() -> None:

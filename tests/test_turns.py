@@ -220,7 +220,7 @@ def test_sides_take_turns_and_leave_nothing(
     ]
     lines: list[str] = []
     folder = tmp_path / "block-1"
-    found = run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append)
+    found = run_block(sides, 2, folder, 1, lines.append, 0.0)
     assert marked(str(tmp_path)) == []
     assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
     assert [(turn.side, turn.round) for turn in found.of("speed")] == [
@@ -230,12 +230,8 @@ def test_sides_take_turns_and_leave_nothing(
     for turn in found.of("speed"):
         assert turn.seconds >= found.steps[turn.side] * 0.01
         assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
-    assert lines[0] == "block 1: starting one, pair"
-    assert lines[-1].startswith("block 1, round 2 of 2, ")
-    # What an interrupted call has left is taken up; other sides are measured anew.
-    assert run_block(sides, 2, folder, 1, "block 1", 0.0, lines.append) == found
-    assert lines[-1] == "block 1: is there already"
-    assert len(run_block(sides[:1], 1, folder, 1, "block 1").of("speed")) == 1
+    assert lines[0] == "starting one, pair"
+    assert lines[-1].startswith("round 2 of 2, ")
 
 
 def test_on_gpus_a_side_warms_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +275,7 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
 def test_a_known_delay_is_found(tmp_path: Path) -> None:
     late = script_side(tmp_path, "late", steps=10, environment={DELAY: "0.5"})
     sides = [script_side(tmp_path, "usual", steps=10), late]
-    block = run_block(sides, 3, tmp_path / "block-1", 1, "block 1", 0.0)
+    block = run_block(sides, 3, tmp_path / "block-1", 1, print, 0.0)
     assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
 
 
@@ -301,7 +297,7 @@ def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
 def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
     one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "at-start", "exit('alas')")
     with pytest.raises(MeasurementError, match=r"^at-start ended with exit code 1:\n  \| alas"):
-        run_block([one, dies], 2, tmp_path / "block-1", 1, "block 1")
+        run_block([one, dies], 2, tmp_path / "block-1", 1, print)
     dies = script_side(tmp_path, "later")
     with Scheduler(tmp_path / "block-1") as scheduler:
         scheduler.start(one, dies)
@@ -371,7 +367,7 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
         log = tmp_path / f"block-1.failed-{attempt}/large/0/output.log"
         said = "do not fit into the GPU's memory at once: large ended(.|\n)*not now\n  all of it: "
         with pytest.raises(NoTurns, match=f"{said}{re.escape(str(log))}$"):
-            run_block(sides, 1, tmp_path / "block-1", 1, "block 1")
+            run_block(sides, 1, tmp_path / "block-1", 1, print)
         assert log.exists()
 
 
@@ -436,7 +432,7 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     folder, skips = tmp_path / "block-1", tmp_path / "skips"
     run = Run(1, CONFIGURATIONS["ddp-torchrun"], 2, 1, arguments=training)
     honest = replace(training_side(run, folder), steps=2)
-    block = run_block([honest], 3, folder, 1, "block 1")
+    block = run_block([honest], 3, folder, 1, print)
     # Warm-up of 5 steps, then a lead-in and 2 steps a turn, of 8 images each; others may disturb.
     assert [turn.samples for turn in block.turns] == [64 + 24 * n for n in range(len(block.turns))]
     assert {turn.images for turn in block.turns} == {16}
@@ -449,4 +445,4 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     (skips / "sitecustomize.py").write_text(SKIPS)
     cheat = replace(honest, environment={"PYTHONPATH": str(skips)})
     with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
-        run_block([cheat], 3, tmp_path / "block-2", 2, "block 2")
+        run_block([cheat], 3, tmp_path / "block-2", 2, print)

@@ -237,15 +237,14 @@ def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
     place = block_folder(folder, group.case, group.workers, number)
     path = place.with_name(f"block-{number - 1}") / "block.json"
     before = read_object(path)["digest"] if path.exists() else ""
+    label = block_label(group, number)
     run_block(
         [side_of(run, plan, place) for run in runs],
         plan.rounds,
         place,
         number,
-        block_label(group, number),
-        report=lambda text: print_live([text, *so_far]),
+        report=lambda text: print_live([f"{label}, {text}", *so_far]),
         timeout=plan.timeout,
-        sources=sources_sha256(plan),
         seal=partial(sealed, comparison=folder, folder=place, before=before),
     )
 

@@ -18,7 +18,6 @@ beside and inside each rank.
 """
 
 import contextlib
-import json
 import math
 import os
 import secrets
@@ -26,7 +25,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -42,7 +40,7 @@ import psutil
 from compare.evidence.reading import read_record
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS
-from compare.plan.environment import ROOT, run_environment, trainers_sha256
+from compare.plan.environment import ROOT, run_environment
 from compare.running.checks import visible_gpus
 from compare.running.launch import (
     Launches,
@@ -50,7 +48,7 @@ from compare.running.launch import (
     failed_folder,
     shown_tail,
 )
-from compare.running.sides import MeasurementError, NoTurns, Program, commands_of
+from compare.running.sides import MeasurementError, NoTurns, Program
 from compare.running.take_turns import PATIENT, SCHEDULER, UNREACHABLE, State, receive, send
 from recipe.files import replace_file, write_json
 
@@ -88,54 +86,36 @@ ABLATION_EVERY = 3  # rounds: then comes one without the exchange of gradients
 LISTEN_SECONDS = 0.2  # to learn what others do, while all sides are paused
 
 
-def say(text: str) -> None:
-    """A line of progress, apart from the results."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def run_block(
     sides: Sequence[Program],
     rounds: int,
     folder: Path,
     number: int,
-    label: str,
+    report: Callable[[str], None],
     patience: float = PATIENCE,
-    report: Callable[[str], None] = say,
     timeout: float = LIMIT_SECONDS,
-    sources: str | None = None,
     seal: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Block:
-    """Start the sides in this order, warm them up, let them take turns, and write block.json; or
-    return what an interrupted call has left there of the same sides and sources.
+    """Start the sides in this order, warm them up, let them take turns, and write block.json.
 
     A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
     turns of each side are, on the average. `timeout`: seconds for the start, and for a turn;
-    `sources`: the digest of what it measures, if that is not the trainers; `seal` returns what
-    block.json is to hold with the digests that guard it.
+    `seal` returns what block.json is to hold with the digests that guard it.
 
     Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
     """
-    path = folder / "block.json"
-    origin = {
-        "number": number,
-        "order": [side.name for side in sides],
-        "rounds": rounds,
-        "commands": [*commands_of(sides).values()],
-        "sources": sources or trainers_sha256(),
-    }
-    if path.exists() and origin.items() <= json.loads(path.read_text()).items():
-        report(f"{label}: is there already")
-        return read_record(path, Block)
     began = time.monotonic()
     with Scheduler(folder, sides, timeout) as scheduler:
-        report(f"{label}: starting {', '.join(side.name for side in sides)}")
+        report(f"starting {', '.join(side.name for side in sides)}")
         scheduler.start(*sides)
         told = {"unit": scheduler.unit(), "facts": scheduler.facts()}
         sides, trials = with_steps(scheduler, sides)
-        turns, disturbed = scheduler.take_rounds(
-            sides, rounds, patience, lambda line: report(f"{label}, {line}")
-        )
+        turns, disturbed = scheduler.take_rounds(sides, rounds, patience, report)
         measured = {
+            "number": number,
+            "order": [side.name for side in sides],
+            "rounds": rounds,
+            "commands": [side.shown() for side in sides],
             "turns": [asdict(turn) for turn in (*trials, *turns)],
             "steps": {side.name: side.steps for side in sides},
             "disturbed_seconds": round(disturbed, 3),
@@ -143,8 +123,9 @@ def run_block(
             "weights": scheduler.weights(),
             **told,
         }
-    write_json(path, seal(origin | measured | {"seconds": round(time.monotonic() - began, 3)}))
-    return read_record(path, Block)
+    measured["seconds"] = round(time.monotonic() - began, 3)
+    write_json(folder / "block.json", seal(measured))
+    return read_record(folder / "block.json", Block)
 
 
 @dataclass

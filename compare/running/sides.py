@@ -2,7 +2,6 @@
 
 import functools
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,16 +65,6 @@ class Program:
         words = [f"{name}={value}" for name, value in self.environment.items()]
         text = shlex.join([*words, *self.command(Path("runs/by-hand"))])
         return text if self.copies == 1 else f"{text}   # {self.copies} of them at once"
-
-
-def commands_of(sides: Sequence[Program]) -> dict[str, str]:
-    """Each side's command for a reader, by its name. MeasurementError if two have one name: they
-    would have one folder, and nobody could tell their turns apart."""
-    commands = {side.name: side.shown() for side in sides}
-    if len(commands) < len(sides):
-        names = ", ".join(side.name for side in sides)
-        raise MeasurementError(f"two sides have one name, of {names}; rename one")
-    return commands
 
 
 def side_of(run: Run, plan: Plan, folder: Path) -> Program:

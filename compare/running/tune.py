@@ -35,8 +35,14 @@ from recipe.settings.knobs import SETTINGS, Knobs, knobs_text
 Values = dict[str, Knobs]  # by their names; the engine's own default is not among them
 MIB = 2**20
 ALGORITHMS = {"recursive-doubling": "3", "ring": "4", "segmented-ring": "5", "Rabenseifner": "6"}
+# By which Open MPI takes one of them; without a size the segmented ring does not cut the message.
+MPI_VARIABLES = [f"OMPI_MCA_coll_tuned_{name}" for name in (
+    "use_dynamic_rules", "allreduce_algorithm", "allreduce_algorithm_segmentsize",
+)]  # fmt: skip
 LEAST_GAIN = 1.01  # less is not worth a line in the file
-NO_FLAGS = ("block", "measure", "until_interval", "minutes", "null", "blocks", "new")
+NO_FLAGS = (
+    "block", "measure", "until_interval", "minutes", "null", "blocks", "new", "dry_run",
+)  # fmt: skip
 
 
 def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
@@ -86,21 +92,9 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     )
 
 
-def search_lines(plan: Plan, rounds: int) -> list[str]:
-    """Return what is tried, and in how many blocks."""
-    lines = []
-    for one in plan.members():
-        knobs, left_out = free_knobs(one, plan)
-        lines.append(f"{one.name}: at most {(len(knobs) + 1) * rounds} blocks")
-        lines += [f"    {name}: {', '.join(values)}" for name, values in knobs.items()]
-        lines += [f"    {line}" for line in left_out]
-    return lines
-
-
 def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
     """Search for each engine's knobs and write the file; return the exit code. `plan` is of
     `tuning_plan`."""
-    print("\n".join(search_lines(plan, options.tuning_rounds)))
     parts = [
         commented(
             f"Knobs of the two engines, for the trainers' --knobs. Found {utc_now()[:10]} by",
@@ -128,14 +122,12 @@ def tune_engine(one: Configuration, plan: Plan, folder: Path, rounds: int) -> st
     """Find one engine's knobs, measure them once more against the defaults, and return what the
     file says of them."""
     best, told = Knobs(), [one.name]
-    for knob, values in free_knobs(one, plan)[0].items():
+    for knob, values in free_knobs(one, plan).items():
         tried = {
             name: Knobs(best.settings | more.settings, best.variables | more.variables)
             for name, more in values.items()
         }
         found = compare(one, plan, {"as-before": best, **tried}, rounds, folder / knob)
-        for name, estimate in found.items():
-            print(f"  {knob} {name}: {ratio_words(estimate)}")
         if gains := {name: estimate.ratio for name, estimate in found.items() if is_gain(estimate)}:
             winner = max(gains, key=lambda name: gains[name])
             best = tried[winner]
@@ -146,7 +138,6 @@ def tune_engine(one: Configuration, plan: Plan, folder: Path, rounds: int) -> st
     both = {"defaults": Knobs(), "tuned": best}
     check = compare(one, plan, both, rounds, folder / "against-defaults").get("tuned")
     told.append(f"all against the defaults: {ratio_words(check) if check else 'failed'}")
-    print(f"  {told[-1]}")
     tables = knobs_text({one.engine: best}).rstrip()
     if not check or not is_gain(check):
         told.append("no gain was proven: take the # away to use it all the same")
@@ -207,7 +198,10 @@ def compare(
         rest = {name: knobs for name, knobs in candidates.items() if name not in failed}
         return compare(one, plan, rest, blocks, folder)
     [group] = measured(asked, place)
-    return {name: group.estimates[name, first] for name in others}
+    found = {name: group.estimates[name, first] for name in others}
+    for name, estimate in found.items():
+        print(f"  {folder.name} {name}: {ratio_words(estimate)}")
+    return found
 
 
 # The knobs, and how a run gets them.
@@ -244,36 +238,33 @@ def knobs_for(run: Run) -> dict[str, Values]:
         "HOROVOD_NUM_NCCL_STREAMS": ["2"] if by_nccl else [],
         "HOROVOD_CACHE_CAPACITY": ["0", "4096"],
     }
-    knobs = {"MPI-allreduce": {n: mpi_algorithm(ALGORITHMS[n]) for n in algorithms if by_mpi}}
+    knobs = {"MPI-allreduce": {
+        name: Knobs({}, dict(zip(MPI_VARIABLES, ("1", ALGORITHMS[name], str(MIB)), strict=True)))
+        for name in algorithms
+        if by_mpi
+    }}  # fmt: skip
     knobs |= {name: {v: Knobs({}, {name: v}) for v in tried} for name, tried in variables.items()}
     return {name: values for name, values in (knobs | settings).items() if values}
 
 
-def mpi_algorithm(number: str) -> Knobs:
-    """Open MPI's variables for one of its all-reduces."""
-    names = ("use_dynamic_rules", "allreduce_algorithm", "allreduce_algorithm_segmentsize")
-    values = ("1", number, str(MIB))  # without a size the segmented ring does not cut the message
-    return Knobs({}, {f"OMPI_MCA_coll_tuned_{n}": v for n, v in zip(names, values, strict=True)})
-
-
-def free_knobs(one: Configuration, plan: Plan) -> tuple[dict[str, Values], list[str]]:
-    """Return the knobs that the file may set, and a sentence for each that it may not: the user has
-    set it by a flag or a variable, which would win, or the trainers refuse it."""
+def free_knobs(one: Configuration, plan: Plan) -> dict[str, Values]:
+    """Return the knobs that the file may set, and say which it may not, and why: the user has set
+    it by a flag or a variable, which would win, or the trainers refuse it."""
     run = plan.run(0, plan.cases[0], one, max(plan.workers))
     given = {flag_name(word).replace("--no-", "--") for word in run.arguments}
-    free, lines = dict[str, Values](), []
+    free = dict[str, Values]()
     for knob, values in knobs_for(run).items():
         [first, *_] = values.values()
         names = {*first.variables, *map(spelled, first.settings)}  # the same of all values
         if taken := names & {*given, *os.environ, *one.variables}:
-            lines.append(f"{knob} is left as it is: {min(taken)} is set already")
+            print(f"{one.name}: {knob} is left as it is: {min(taken)} is set already")
             continue
         try:
             read_flags(one.engine, run.workers, [*run.arguments, *knob_flags(first)], talk=False)
             free[knob] = values
         except UserError as error:
-            lines.append(f"{knob} is left out: {error}")
-    return free, lines
+            print(f"{one.name}: {knob} is left out: {error}")
+    return free
 
 
 def knob_flags(knobs: Knobs) -> list[str]:

@@ -268,7 +268,7 @@ training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--thread
 folder, *names = sys.argv[1:]
 runs = [Run(1, CONFIGURATIONS[name], 2, 1, arguments=training, hosts=hosts) for name in names]
 place = Path(folder)
-run_block([training_side(run, place, steps=2) for run in runs], 2, place, 1, "block 1", 0.0)
+run_block([training_side(run, place, steps=2) for run in runs], 2, place, 1, print, 0.0)
 """
 
 
