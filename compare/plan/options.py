@@ -5,7 +5,8 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
             kind, metavar = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
             more = {
                 bool: {"action": "store_const", "const": True},
-                dict: {"action": "append", "metavar": metavar, "type": READERS.get(key)},
+                dict: {"action": "append", "metavar": metavar, "type": partial(named, key)},
                 tuple: {"nargs": "+", "metavar": metavar},
                 typing.Literal: {"choices": typing.get_args(kind)},
             }.get(typing.get_origin(kind) or kind, {"metavar": metavar})
@@ -119,57 +120,39 @@ def split_words_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:place], argv[place + 1 :]
 
 
-def definition(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a configuration as a flag gives it."""
-    head, *rest = shlex.split(text) or [""]
-    name, _, base = head.partition("=")
-    environment, flags = take_variables(rest)
-    return name, {"base": base, "flags": flags, "environment": environment}
-
-
-def script(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `NAME=[copies=N] [VARIABLE=VALUE ...] command`, a script of a user's own."""
+def named(key: str, text: str) -> tuple[str, Any]:
+    """Read what a flag says of a thing with a name: `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a
+    configuration; `NAME=[copies=N] [VARIABLE=VALUE ...] command`, a script of a user's own;
+    `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin."""
+    if key in ("goals", "margins"):
+        pair, _, value = text.rpartition("=")
+        return pair, value
     name, _, rest = text.partition("=")
-    environment, command = take_variables(shlex.split(rest))
-    copies = environment.pop("copies", 1)
-    return name, {"command": command, "environment": environment, "copies": copies}
-
-
-def take_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that words set at their beginning, and the words behind them."""
-    left, variables = list(words), dict[str, str]()
-    while left and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", left[0], re.DOTALL)):
+    words, variables = shlex.split(rest), dict[str, str]()
+    if key == "case":
+        return name, {"flags": words}
+    base = words.pop(0) if key == "configuration" and words else ""
+    while words and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
         variables[found[1]] = found[2]
-        del left[0]
-    return variables, left
+        del words[0]
+    if key == "configuration":
+        return name, {"base": base, "flags": words, "environment": variables}
+    copies = variables.pop("copies", 1)
+    return name, {"command": words, "environment": variables, "copies": copies}
 
 
-def case(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `NAME=flags`."""
-    name, _, flags = text.partition("=")
-    return name, {"flags": shlex.split(flags)}
-
-
-def goal(text: str) -> tuple[str, str]:
-    """Read `FIRST:SECOND=RATIO`, a goal or a margin."""
-    pair, _, ratio = text.rpartition("=")
-    return pair, ratio
-
-
-READERS: dict[str, Callable[[str], tuple[str, Any]]] = {
-    "configuration": definition, "case": case, "side": script, "goals": goal, "margins": goal
-}  # fmt: skip
+NAMED = ("configuration", "case", "side", "goals", "margins")
 
 
 def given_table(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say about the plan, by the keys of a plan file."""
     given = {key: getattr(options, key, None) for key in KEYS}
     table = {key: value for key, value in given.items() if value is not None}
-    for key in READERS:
+    for key in NAMED:
         names = [name for name, _ in table.get(key, ())]
         for name in {name for name in names if names.count(name) > 1}:
             raise UserError(f"{flag_of(FIELD_OF[key])} {name}: is given twice; name each once")
-    table |= {key: dict(table[key]) for key in READERS if key in table}
+    table |= {key: dict(table[key]) for key in NAMED if key in table}
     if "pairs" in table:
         table["pairs"] = [text.split(":") for text in table["pairs"]]
     take_hostfile(table)

@@ -112,21 +112,11 @@ class OwnConfiguration(Struct, frozen=True, forbid_unknown_fields=True):
     flags: Words = Words()
     environment: dict[str, str] = {}
 
-    @property
-    def words(self) -> list[str]:
-        """What follows the `NAME=` of --define."""
-        return [self.base, *(f"{k}={v}" for k, v in self.environment.items()), *self.flags]
-
 
 class Case(Struct, frozen=True, forbid_unknown_fields=True):
     """A training that configurations are compared on: model, precision, batch, data."""
 
     flags: Words = Words()
-
-    @property
-    def words(self) -> list[str]:
-        """What follows the `NAME=` of --case."""
-        return [*self.flags]
 
 
 class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,12 +126,6 @@ class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
     command: Words
     environment: dict[str, str] = {}
     copies: Count = 1  # started at once, knowing nothing of each other
-
-    @property
-    def words(self) -> list[str]:
-        """What follows the `NAME=` of --side."""
-        copies = [f"copies={self.copies}"] if self.copies > 1 else []
-        return [*copies, *(f"{k}={v}" for k, v in self.environment.items()), *self.command]
 
     def with_flags(self, flags: Sequence[str]) -> tuple[str, ...]:
         """The command with the plan's flags in it."""

@@ -151,8 +151,14 @@ def value_text(value: Any) -> str:
     """Return a value as a flag gives it."""
     if isinstance(value, Share):
         return percentage(value)
-    own = shlex.join(value.words) if hasattr(value, "words") else str(value)
-    return f"{value:g}" if isinstance(value, float) else own
+    if isinstance(value, msgspec.Struct):  # in the order of its fields, as `named` reads them
+        told = msgspec.to_builtins(value)
+        copies = [f"copies={told['copies']}"] if told.get("copies", 1) > 1 else []
+        variables = [f"{key}={own}" for key, own in told.get("environment", {}).items()]
+        base = [told["base"]] if "base" in told else []
+        words = told.get("flags") or told.get("command") or []
+        return shlex.join([*base, *copies, *variables, *words])
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:
