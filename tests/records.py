@@ -115,7 +115,7 @@ def make_turns(
             (side / "config.json").write_text(json.dumps(settings | {"seed": run.seed}))
             images[run.configuration.name] = STEPS * settings["batch_size"] * workers
         launch = {name: dice.gauss(1 - 0.01 * number, noise) for name in order}
-        turns, samples, slowest = [], dict.fromkeys(order, 0), min(speeds.values())
+        turns, slowest = [], min(speeds.values())
         for at in range(rounds):
             for purpose in ("speed", "ablation") if at % 3 == 2 else ("speed",):
                 for name in order if at % 2 == 0 else order[::-1]:
@@ -123,7 +123,6 @@ def make_turns(
                     seconds = images[name] / rate
                     # What the slower ones take longer is their exchange.
                     exchange = 0.0 if purpose == "speed" else seconds * (1 - slowest / 120)
-                    samples[name] += images[name] * (STEPS + 1) // STEPS
                     phases = {
                         phase: share * seconds / STEPS for phase, share in PHASE_SHARES.items()
                     }
@@ -132,7 +131,7 @@ def make_turns(
                         "side": name, "round": at, "seconds": seconds - exchange,
                         "images": images[name], "cpu_seconds_per_image": workers / rate,
                         "other_load": 0.8 if at == rounds - 1 else 0.02, "began": round(clock, 2),
-                        "purpose": purpose, "samples": samples[name], "phases": phases,
+                        "purpose": purpose, "phases": phases,
                         "straggler_ratio": 1.1 if workers > 1 else None,
                     })  # fmt: skip
                     clock += seconds + 0.1

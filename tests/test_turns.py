@@ -433,8 +433,6 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     run = Run(1, CONFIGURATIONS["ddp-torchrun"], 2, 1, arguments=training)
     honest = replace(training_side(run, folder), steps=2)
     block = run_block([honest], 3, folder, 1, print)
-    # Warm-up of 5 steps, then a lead-in and 2 steps a turn, of 8 images each; others may disturb.
-    assert [turn.samples for turn in block.turns] == [64 + 24 * n for n in range(len(block.turns))]
     assert {turn.images for turn in block.turns} == {16}
     assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
         block.of("ablation")

@@ -34,13 +34,9 @@ class Turn:
     # What it is for: a ratio of speeds; nothing, as others disturbed it; the time of a step that
     # exchanges no gradients; the number of steps that fill a turn.
     purpose: Purpose = "speed"
-    samples: Whole | None = None  # since its trainer began, as that counts them
     phases: dict[str, Amount] = field(default_factory=dict)  # seconds of the mean step and rank
     # Of forward and backward without exchange: the slowest rank's seconds over the median rank's.
     straggler_ratio: Amount | None = None
-    major_faults: Whole = 0  # of all ranks
-    context_switches: Whole = 0
-    steal_seconds: Amount = 0.0  # core-seconds that a hypervisor gave to others
 
     @property
     def images_per_second(self) -> float:

@@ -187,9 +187,6 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
                     "images_per_second": turn.images_per_second,
                     "cpu_seconds_per_image": turn.cpu_seconds_per_image,
                     "other_load_cores": turn.other_load,
-                    "steal_seconds": turn.steal_seconds,
-                    "major_faults": turn.major_faults,
-                    "context_switches": turn.context_switches,
                 }
 
 

@@ -486,8 +486,8 @@ def make_turn(
 
     Ranks that train together take the same time from one step's end to another's, but for a few
     milliseconds by which one of them is ahead: their mean counts. Independent copies add up. What
-    the cores of a machine did beside all of the side's processes is others'. CPU time and counters
-    are those of the lead-in as well. MeasurementError for a trainer that counts other images than
+    the cores of a machine did beside all of the side's processes is others'. CPU time is
+    that of the lead-in as well. MeasurementError for a trainer that counts other images than
     its flags promise.
     """
     by_copy, by_machine = defaultdict(list), defaultdict(list)
@@ -520,12 +520,8 @@ def make_turn(
         cpu_seconds_per_image=cpu_seconds / images * side.steps / (LEAD_IN_STEPS + side.steps),
         other_load=max(0.0, round(max(loads), 3)),
         began=began,
-        samples=told[0].get("samples"),
         phases={name: fmean(one[name] for one in phases) for name in phases[0]} if phases else {},
         straggler_ratio=max(computing) / median(computing) if len(computing) > 1 else None,
-        major_faults=sum(one.get("major_faults", 0) for one in told),
-        context_switches=sum(one.get("context_switches", 0) for one in told),
-        steal_seconds=round(max(one.get("steal_seconds", 0.0) for one in told), 3),
     )
 
 

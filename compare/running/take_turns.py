@@ -251,7 +251,7 @@ class Client:
         self.agent, self.steps, self.overruns = agent, warm_up - LEAD_IN_STEPS, False
         self.exchange, self.digest = True, False
         self.done, self.began, self.samples, self.laps = 0, 0.0, 0, list[Any]()
-        self.before, self.delay = counters(), float(os.environ.get(DELAY, 0))
+        self.before, self.delay = cpu_seconds(), float(os.environ.get(DELAY, 0))
         self.weights, self.unit, self.amount, self.is_warm = weights, "images", 0.0, False
 
     def step_ended(
@@ -261,10 +261,12 @@ class Client:
         session, and the model if each rank holds all of it; another script, what this rank's step
         has done, of which unit."""
         self.done += 1
+        if session is not None:
+            seen = session.progress.samples_seen
+            amount, self.samples = (seen - self.samples) / read_world().size, seen
+            self.laps += session.meter.clock.ended
         self.unit, self.amount = unit or self.unit, self.amount + amount
         left = LEAD_IN_STEPS + self.steps - self.done
-        if session is not None:
-            self.laps += session.meter.clock.ended
         if left == 0:
             synchronize()
             # Once a turn: sleeps overrun, and after each step GPUs would have work left.
@@ -275,50 +277,34 @@ class Client:
                 self.wait()
         elif self.done == LEAD_IN_STEPS:
             synchronize()
-            if session is not None:
-                self.samples, self.laps = session.progress.samples_seen, []
-            self.amount, self.began = 0.0, time.monotonic()
+            self.amount, self.laps, self.began = 0.0, [], time.monotonic()
         elif left < 0 and self.agent.poll():
             self.wait()
 
     def spent(self) -> dict[str, float]:
-        """Return the CPU time and other counters since the turn began, and until when; and by then
-        the CPU time of the whole machine, read before this process looks at all others, which would
-        count as theirs."""
+        """Return the CPU time since the turn began, and until when; and by then the CPU time of the
+        whole machine, read before this process looks at all others, which would count as theirs."""
         now, busy = time.monotonic(), busy_cpu_seconds()
-        used = {name: value - self.before[name] for name, value in counters().items()}
-        return {**used, "until": now, "busy": busy}
+        return {"cpu_seconds": cpu_seconds() - self.before, "until": now, "busy": busy}
 
     def trained(self, session: Any, model: Any) -> dict[str, Any]:
-        """Return what the trainer itself says of the turn: images, phases of the mean step, samples
-        so far, and the digest of the weights if it was asked for."""
-        if session is None:
-            return self.told_by_script()
-        samples = session.progress.samples_seen
-        phases = session.meter.clock.seconds(self.laps)
-        told = self.introduced() | {
-            "images": (samples - self.samples) / read_world().size,
-            "samples": samples,
-            "phases": {phase: seconds / self.steps for phase, seconds in phases.items()},
-        }
+        """Return what was done in the turn: images, or what a script counts; a trainer's phases of
+        the mean step, and the digest of the weights if it was asked for; after the warm-up what it
+        runs on, and a script's digest."""
+        told: dict[str, Any] = {"images": self.amount, "unit": self.unit}
+        if not self.is_warm:
+            told["facts"] = facts(read_world())
+            if self.weights is not None:
+                told["weights"] = digest_of(self.weights())
+        self.is_warm = True
+        if session is not None:
+            phases = session.meter.clock.seconds(self.laps)
+            told["phases"] = {name: seconds / self.steps for name, seconds in phases.items()}
         if self.digest and model is not None:
             from recipe.record.fingerprint import weights_sha256  # loads torch
 
             told["weights"] = weights_sha256(model, buffers=False)
         return told
-
-    def told_by_script(self) -> dict[str, Any]:
-        """Return what a script of a user's own says of a turn; after the warm-up, what it is."""
-        is_first = not self.is_warm
-        told = self.introduced() | {"images": self.amount, "unit": self.unit}
-        if is_first and self.weights is not None:
-            told["weights"] = digest_of(self.weights())
-        return told
-
-    def introduced(self) -> dict[str, Any]:
-        """Return what this runs on, after the warm-up alone."""
-        is_first, self.is_warm = not self.is_warm, True
-        return {"facts": facts(read_world())} if is_first else {}
 
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""
@@ -334,7 +320,7 @@ class Client:
             os._exit(0)
         for name, value in values.items():  # steps, overruns, exchange, digest
             setattr(self, name, value)
-        self.done, self.before = 0, counters()
+        self.done, self.before = 0, cpu_seconds()
 
 
 def synchronize() -> None:
@@ -353,18 +339,6 @@ def cpu_seconds() -> float:
         with suppress(psutil.NoSuchProcess):
             total += sum(child.cpu_times()[:2])
     return total
-
-
-def counters() -> dict[str, float]:
-    """Return what grows while this process works: its CPU time, its pages that had to be read from
-    a disk, how often it lost or left its core, and the time that a hypervisor gave to others."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "cpu_seconds": cpu_seconds(),
-        "major_faults": used.ru_majflt,
-        "context_switches": used.ru_nvcsw + used.ru_nivcsw,
-        "steal_seconds": float(getattr(psutil.cpu_times(), "steal", 0.0)),
-    }
 
 
 def digest_of(weights: Mapping[str, Any]) -> str:
