@@ -63,20 +63,17 @@ def guarded_report(argv: list[str]) -> int:
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    parser = parser_of(SCRIPT, __doc__, FLAGS)
-    options = parser.parse_args(argv)
+    options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
     formats = {name: getattr(options, name) for name in ("markdown", "csv", "json", "html")}
     to_terminal = [f"--{name}" for name, path in formats.items() if path == STDOUT]
     folders = [f"--{name} {path}" for name, path in formats.items() if path and path.is_dir()]
-    for is_made, mistake in (
+    refuse(
         (len(to_terminal) > 1,
          f"{' and '.join(to_terminal)} cannot both go to the terminal: name a FILE"),
         (folders, f"{' '.join(folders)}: this is a folder: write the comparison before the flag"),
         (options.svg == STDOUT, "--svg writes several files: give it a FOLDER"),
         (options.html and options.no_html, "--html and --no-html exclude each other"),
-    ):  # fmt: skip
-        if is_made:
-            parser.error(mistake)
+    )  # fmt: skip
     options.is_default = not any((*formats.values(), options.svg, options.no_html))
     options.to_terminal = bool(to_terminal)
     return options
@@ -115,10 +112,10 @@ def report(options: argparse.Namespace) -> None:
             write(path, made(reports), options)
     if plots:
         from compare.page.chart import standalone
-        from compare.page.plots import all_plots
+        from compare.page.plots import draw_plots
 
         folder = folders[0] / "plots" if plots == DEFAULT else plots
-        for plot in all_plots(reports[0]):
+        for plot in draw_plots(reports[0]):
             write(folder / f"{plot.name}.svg", standalone(plot.svg), options)
     if not options.to_terminal:  # last: where a reader looks first stands the answer
         print("\n\n".join(filter(None, [note, text.as_text(reports)])))

@@ -242,14 +242,12 @@ def print_outlook(plan: Plan, folder: Path) -> None:
     """Say what will be done, before anything is."""
     done = len(plan.runs()) - len(missing(plan.runs(), folder))
     runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, " * bool(plan.runs())
-    print(f"{runs}into {folder}")
-    how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     until = (
         f"until the 95 % interval of each pair is within +-{percentage(plan.until_interval)}, for "
         f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
     )
-    if plan.pairs():
-        print(f"blocks {how}: {plan.blocks or until}")
+    how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
+    print(f"{runs}into {folder}; blocks {how}: {plan.blocks or until}")
 
 
 def dry_run_lines(

@@ -22,7 +22,7 @@ from compare.evidence.records import load_comparison
 from compare.evidence.rows import training_rows
 from compare.page.findings import Report
 from compare.page.html import render_page
-from compare.page.plots import all_plots
+from compare.page.plots import draw_plots
 from compare.plan.configurations import Configuration
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,11 +249,8 @@ def test_formats_go_to_files_beside_the_table(folder, tmp_path, capsys):
         (["--html", "page.html", "--no-html"], "exclude each other"),
     ],
 )
-def test_flags_that_cannot_be_meant_are_refused(folder, arguments, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        report.main([str(folder), *arguments])
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+def test_flags_that_cannot_be_meant_are_refused(folder, arguments, words, refusal):
+    assert words in refusal(report.main, [str(folder), *arguments], code=1)
 
 
 def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
@@ -335,7 +332,7 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
 
 def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
     def lines() -> list[str]:
-        plots = {plot.name: plot for plot in all_plots(Report(load_comparison(square)))}
+        plots = {plot.name: plot for plot in draw_plots(Report(load_comparison(square)))}
         return [layer.key for layer in plots["time-to-accuracy"].layers if layer.kind == "line"]
 
     assert len(lines()) == 4

@@ -24,7 +24,7 @@ from compare.evidence.verdicts import Verdict, correction_text, decided, interac
 from compare.evidence.words import labels_of
 from compare.page.findings import WARNINGS, Report, SideBySide, notices
 from compare.page.html import render_page, render_side_by_side
-from compare.page.plots import all_plots, plot_verdicts
+from compare.page.plots import draw_plots, plot_verdicts
 from compare.page.tables import square_tables
 from compare.page.text import as_text
 
@@ -143,7 +143,7 @@ def test_each_point_of_speed_over_the_experiment_is_a_turn_that_counts(tmp_path)
     reseal(folder)
     comparison = load_comparison(folder)
     assert comparison.damaged_blocks == []
-    [plot] = [one for one in all_plots(Report(comparison)) if one.name == "drift"]
+    [plot] = [one for one in draw_plots(Report(comparison)) if one.name == "drift"]
     blocks = comparison.blocks("", 2)
     assert {turn.purpose for turn in blocks[0].turns} == {*get_args(Purpose)}
     for name, label in labels_of(comparison).items():
@@ -154,7 +154,7 @@ def test_each_point_of_speed_over_the_experiment_is_a_turn_that_counts(tmp_path)
 
 
 def test_at_one_number_of_workers_throughput_is_bars_with_intervals(square):
-    [plot] = [one for one in all_plots(Report(square)) if one.name == "throughput"]
+    [plot] = [one for one in draw_plots(Report(square)) if one.name == "throughput"]
     assert [row.name for row in plot.rows] == [*labels_of(square).values()]
     bars, lines = plot.layers[::2], plot.layers[1::2]
     for drawn, line, row in zip(bars, lines, speed_rows(square), strict=True):
@@ -250,7 +250,7 @@ def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
         assert report.main([str(folder), *flags]) == 0
     assert "DDP over MPI trained" in capsys.readouterr().out
     whole = Report(load_comparison(folder))
-    assert {"throughput", "drift"} <= {plot.name for plot in all_plots(whole)}
+    assert {"throughput", "drift"} <= {plot.name for plot in draw_plots(whole)}
     for path in folder.glob("turns/2-workers/*/*/0/run/environment.json"):
         edit(path, torch="3.0")
     assert [*SideBySide([whole, Report(load_comparison(folder))]).differences] == ["torch"]

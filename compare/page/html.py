@@ -13,9 +13,9 @@ from markupsafe import Markup
 from compare.evidence.equality import Fact, difference_text
 from compare.evidence.records import Comparison
 from compare.evidence.words import count, place_text, short
-from compare.page import plots
 from compare.page.chart import css_variables
 from compare.page.findings import ASIDE, ENVIRONMENT, Report, SideBySide
+from compare.page.plots import draw_plots
 from compare.page.tables import all_tables, goals_tables, side_by_side_tables, square_tables
 
 
@@ -27,21 +27,20 @@ def render_side_by_side(reports: Sequence[Report]) -> str:
 
 def render_page(report: Report) -> str:
     """Return the page: no request goes out of it, so that it can be sent, archived and printed."""
-    comparison, verdicts = report.comparison, report.verdicts
+    comparison = report.comparison
     facts = [fact for found in report.facts.values() for fact in found]
     varied, told = ([f for f in facts if f.is_varied is wanted] for wanted in (True, False))
     return template("report.html.jinja").render(
         report=report,
         comparison=comparison,
         folder=comparison.folder.resolve().name,
-        verdict_plot=plots.plot_verdicts(verdicts),
         squares=[*goals_tables([comparison]), *square_tables(report)],
         places=len(report.facts),
         machine=fact_lines(fact for fact in told if fact.field in ENVIRONMENT),
         settings=fact_lines(fact for fact in told if fact.field not in ENVIRONMENT),
         varied=fact_lines(varied),
         tables=all_tables(report),
-        plots=plots.draw_plots(report),
+        plots=draw_plots(report),
         commands=commands(comparison),
         has_prediction=(comparison.folder / "prediction.html").exists(),
     )

@@ -36,13 +36,15 @@ T = TypeVar("T")
 
 
 def draw_plots(report: Report) -> list[Plot]:
-    """Return the page's plots but the verdict's, which stands with its sentence. Exchange and top-1
-    are those of the largest number of workers."""
+    """Return the plots, the verdict's first; top-1 is that of the largest number of workers."""
     kinds = (plot_throughput, plot_drift, plot_phases, plot_time_to_accuracy)
     return [
-        plot
-        for case in report.comparison.plan.cases
-        for plot in placed([draw(report, case) for draw in kinds], case)
+        *placed([plot_verdicts(report.verdicts)], ""),
+        *(
+            plot
+            for case in report.comparison.plan.cases
+            for plot in placed([draw(report, case) for draw in kinds], case)
+        ),
     ]
 
 
@@ -54,11 +56,6 @@ def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
         for plot in plots
         if plot is not None
     ]
-
-
-def all_plots(report: Report) -> list[Plot]:
-    """Return every plot, the verdict's first."""
-    return [*placed([plot_verdicts(report.verdicts)], ""), *draw_plots(report)]
 
 
 def curve(
