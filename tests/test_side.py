@@ -1,5 +1,6 @@
 """A user's own script as a side of a comparison: by hand, measured, and with each mistake."""
 
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from compare.evidence.records import load_comparison
 from compare.plan.environment import ROOT
 from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Plan
-from compare.plan.plan_file import plan_words
+from compare.plan.plan_file import plan_table
 from compare.running import take_turns
 from compare.running.checks import has_horovod
 from compare.running.take_turns import digest_of
@@ -109,7 +110,8 @@ def test_a_flag_and_a_plan_file_say_the_same(tmp_path):
     words = ["--side", "mine=OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 a.py"]
     words += ["--side", "theirs=python b.py"]
     assert plan_of(*words).side == told.side
-    assert plan_words(told)[:4] == words
+    (file.parent / "plan.json").write_text(json.dumps(plan_table(told)))
+    assert plan_of(str(file.parent / "plan.json")).side == told.side
     assert told.names == ["mine", "theirs"] and told.pairs() == [("mine", "theirs")]
     assert told.groups() == [("", 0)] and told.runs() == told.warm_up_runs() == []
     null = plan_of(*words, "--null", "--control", "5%")

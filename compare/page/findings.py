@@ -31,7 +31,7 @@ from compare.evidence.words import (
     without_paths,
 )
 from compare.plan.configurations import ENGINES, PEERS
-from compare.plan.plan_file import plan_words
+from compare.plan.plan_file import plan_table
 from recipe.record.schema import Environment
 from recipe.settings.flags import Config
 
@@ -188,11 +188,9 @@ class Report:
         lines += ["make setup", ". .venv/bin/activate"]
         inherited = plan.environment.inherited
         lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
-        return [
-            *lines,
-            shlex.join(["python", "compare/run.py", *plan_words(plan)]),
-            "python compare/report.py",
-        ]
+        told = [f'  "{key}": {json.dumps(value)}' for key, value in plan_table(plan).items()]
+        written = ["cat > plan.json << 'END'", "{", *",\n".join(told).split("\n"), "}", "END"]
+        return [*lines, *written, "python compare/run.py plan.json", "python compare/report.py"]
 
     @property
     def limits(self) -> list[str]:

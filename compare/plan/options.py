@@ -56,7 +56,8 @@ GROUPS = {
 # Flags that are no part of a plan: those of the task, and how it is done.
 TASK: Flags = {
     "plan": {"nargs": "?", "metavar": "plan", "help": "a ready plan's name or a plan file (TOML; "
-             "compare/plans/ has them); flags win over it"},
+             "compare/plans/ has them; or the plan.json of a comparison, to repeat it); flags win "
+             "over it"},
     "--list-plans": {"action": "store_true", "help": "show the ready plans, and nothing else"},
     "--tune": {"type": Path, "metavar": "FILE", "help": "do not compare, but search for the "
                "settings with which each engine exchanges gradients fastest here, and write them "

@@ -1,8 +1,8 @@
 """The plan of a comparison: each field declared once, and the runs that it asks for.
 
 What stands on a field (its type with bounds, its help, whether it identifies a comparison) makes
-the keys of a plan file, the flags of run.py, the words that repeat a plan, plan.json, and the
-differences between two plans (options.py, plan_json.py). A plan file names the fields:
+the keys of a plan file, the flags of run.py, plan.json, and the differences between two plans
+(options.py, plan_json.py). A plan file names the fields:
 
     question = "What do 16 bits on the wire bring?"
     time = "about 5 minutes on 2 cores"

@@ -1,7 +1,8 @@
-"""Plans as people write them: TOML files, what is wrong in a plan, the flags that repeat it."""
+"""Plans as people write them: TOML files, or the plan.json of a comparison that is to be repeated;
+and what is wrong in a plan."""
 
+import json
 import re
-import shlex
 import sys
 from collections.abc import Collection
 from itertools import chain
@@ -19,7 +20,6 @@ from compare.plan.plan import (
     KEYS,
     RESERVED_FLAGS,
     Plan,
-    Share,
     decode,
     meta_of,
     percentage,
@@ -50,8 +50,9 @@ OF_TRAINERS = (
     "trainer_arguments", "measure", "full_runs", "no_phases",
 )  # fmt: skip
 FIELD_OF = {field.name: field for field in FIELDS}
-# The flags that repeat a plan say these whatever their values.
-ALWAYS_SAID = ("configurations", "workers", "until_interval", "minutes", "seed")
+# What a plan that is to be repeated says of these, whatever their values.
+OF_A_RULE = ("until_interval", "minutes")
+ALWAYS_SAID = ("configurations", "workers", *OF_A_RULE, "seed")
 
 
 def typed(table: dict[str, Any], kind: type[T], strict: bool = True) -> T:
@@ -87,7 +88,11 @@ def read_plan_file(name: str) -> dict[str, Any]:
         check_known("plan", name, sorted(path.stem for path in PLANS.glob("*.toml")))
         path = PLANS / f"{name}.toml"
     try:
-        table = tomllib.loads(path.read_text())
+        text = path.read_text()
+        if path.suffix == ".json":
+            table = plan_table(msgspec.convert(json.loads(text), dict[str, Any]))
+        else:
+            table = tomllib.loads(text)
         take_hostfile(table)
         for own in ("configuration", "side"):
             if "configurations" not in table and own in table:
@@ -122,43 +127,13 @@ def flag_of(field: msgspec.structs.FieldInfo) -> str:
     return f"--{name}"
 
 
-def plan_words(plan: Plan) -> list[str]:
-    """Return the flags of run.py that make this plan; those that would say what it does anyway are
-    left out, and so is the seed of the order: who repeats a comparison draws another one."""
-    words, default = list[str](), Plan()
-    never = ["order_seed"] if plan.blocks is None else ["order_seed", "until_interval", "minutes"]
-    never += ["configurations", "workers", "seed"] if plan.side else []
-    for field in FIELDS:
-        value = getattr(plan, field.name)
-        is_said = value != getattr(default, field.name) or field.name in ALWAYS_SAID
-        if meta_of(field.type).description and is_said and field.name not in never:
-            words += flag_words(flag_of(field), value)
-    return [*words, "--", *plan.trainer_arguments] if plan.trainer_arguments else words
-
-
-def flag_words(name: str, value: Any) -> list[str]:
-    """Return the words of one flag with its value."""
-    if isinstance(value, dict):
-        return [w for key, own in value.items() for w in (name, f"{key}={value_text(own)}")]
-    if isinstance(value, tuple):
-        return [name, *(":".join(one) if isinstance(one, tuple) else str(one) for one in value)]
-    if value is True:
-        return [name]
-    return [name, value_text(value)]
-
-
-def value_text(value: Any) -> str:
-    """Return a value as a flag gives it."""
-    if isinstance(value, Share):
-        return percentage(value)
-    if isinstance(value, msgspec.Struct):  # in the order of its fields, as `named` reads them
-        told = msgspec.to_builtins(value)
-        copies = [f"copies={told['copies']}"] if told.get("copies", 1) > 1 else []
-        variables = [f"{key}={own}" for key, own in told.get("environment", {}).items()]
-        base = [told["base"]] if "base" in told else []
-        words = told.get("flags") or told.get("command") or []
-        return shlex.join([*base, *copies, *variables, *words])
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def plan_table(plan: Any) -> dict[str, Any]:
+    """Return what a plan file says that makes this plan, or that of a plan.json, without the seed
+    of the order: who repeats a comparison draws another one."""
+    told, default = (msgspec.to_builtins(one, enc_hook=float) for one in (plan, Plan()))
+    never = {"order_seed"} if told.get("blocks") is None else {"order_seed", *OF_A_RULE}
+    said = [key for key in KEYS if key in told and key not in never]
+    return {key: told[key] for key in said if told[key] != default[key] or key in ALWAYS_SAID}
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:
@@ -233,7 +208,7 @@ def check_measuring(plan: Plan) -> None:
                 f"--blocks {plan.blocks}: so many blocks are measured, however long they take and "
                 f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks",
             )
-            for name in ("until_interval", "minutes")
+            for name in OF_A_RULE
         ),
         (
             plan.control is not None and not plan.null,

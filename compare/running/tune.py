@@ -20,7 +20,6 @@ from compare.plan.configurations import Configuration
 from compare.plan.environment import path_from_here
 from compare.plan.options import SCRIPT, TUNING_ROUNDS
 from compare.plan.plan import OwnConfiguration, Plan, Run, Words
-from compare.plan.plan_file import flag_words
 from compare.plan.plan_json import write_plan
 from compare.running import checks
 from compare.running.comparison import checked_record, measure, measured, resumed
@@ -270,5 +269,7 @@ def free_knobs(one: Configuration, plan: Plan) -> dict[str, Values]:
 def knob_flags(knobs: Knobs) -> list[str]:
     """Return knobs' settings as flags: other hosts need no file for it."""
     return [
-        word for name, value in knobs.settings.items() for word in flag_words(spelled(name), value)
+        word
+        for name, value in knobs.settings.items()
+        for word in (spelled(name), *(() if value is True else [f"{value:g}"]))
     ]
