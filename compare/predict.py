@@ -226,9 +226,9 @@ def summary_of(checks: Sequence[dict[str, Any]]) -> str:
     errors = [abs(row["error"]) for row in checks]
     inside = sum(row["low"] <= row["measured, ms"] <= row["high"] for row in checks)
     return (
-        f"Checked here: {count(len(checks), 'run')}, of up to "
-        f"{max(row['workers'] for row in checks)} workers, without a part in the predictions, "
-        f"which were off by {median(errors):.1%} in the median, {max(errors):.1%} at worst; "
+        f"Checked here on {count(len(checks), 'run')} of up to "
+        f"{max(row['workers'] for row in checks)} workers that no prediction used: off by "
+        f"{median(errors):.1%} in the median, {max(errors):.1%} at worst; "
         f"{inside / len(checks):.0%} of the steps lay in their 90 % interval."
     )
 

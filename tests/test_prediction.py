@@ -313,7 +313,7 @@ def test_what_is_held_out_is_beside_its_prediction_and_changes_none(runs, capsys
     assert len(differ) == 2 and "resnet18, batch 8, ddp over Gloo " in row[0]
     measured, step, *_ = row[0].split()[8:]
     assert row[1].split()[8:10] == ["800", step] and measured == "400"
-    assert "Checked here: 1 run, of up to 4 workers" in summary
+    assert "Checked here on 1 run of up to 4 workers" in summary
 
 
 def test_a_step_is_that_of_the_turns_if_a_comparison_has_some(runs):
