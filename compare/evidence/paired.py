@@ -14,7 +14,6 @@ simulates it again.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.special import ndtr, stdtr, stdtrit
@@ -67,10 +66,6 @@ class Estimate:
     def bound(self) -> float:
         """The largest difference, either way, that the interval leaves possible, in proportion."""
         return max(self.high, 1 / self.low) - 1 if self.low and self.high else math.inf
-
-    def figures(self) -> dict[str, Any]:
-        """Return ratio and interval, and the blocks' ratios, for JSON."""
-        return {key: getattr(self, key) for key in ("ratio", "low", "high", "ratios")}
 
     def inverse(self) -> "Estimate":
         """Return the estimate of second / first."""

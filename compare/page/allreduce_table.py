@@ -139,7 +139,7 @@ def as_json(measurement: Measurement) -> dict[str, Any]:
                 "algbw_bytes_per_second": figure.bytes / figure.seconds,
                 "busbw_bytes_per_second": figure.busbw,
                 "speeds": [
-                    {"against": [other.backend, other.wire]} | figure.speed_against(other).figures()
+                    {"against": [other.backend, other.wire], **asdict(figure.speed_against(other))}
                     for other in measurement.rivals(figure)
                 ],
             }
