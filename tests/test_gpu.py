@@ -23,7 +23,7 @@ from launching import ROOT, TRAINERS, read_json, run
 from benchmarks.programs.trainer import RANDOM_IMAGES
 from compare.running import checks
 from compare.running.scheduler import Scheduler
-from compare.running.sides import Side
+from compare.running.sides import Program
 from tools.make_jpegs import JPEGS, jpegs_folder
 
 pytestmark = [
@@ -202,7 +202,7 @@ def test_stopped_neighbour(dry: bool, tmp_path: Path, note: Note) -> None:
     than 1 %, beyond the noise."""
     flags = f"{WORK} {RANDOM_IMAGES} --batch-size 64 --precision bf16 {SMALL if dry else ''}"
     program = (TRAINERS["ddp"], *flags.split(), "--log-dir", "{folder}", "--name", "run")
-    one = Side("one", ("python",), program, 4 if dry else 64, 3 if dry else 40)
+    one = Program("one", ("python",), program, 4 if dry else 64, 3 if dry else 40)
     turns = range(4 if dry else 12)
     with Scheduler(tmp_path / "stopped") as scheduler:
         scheduler.start(one)
