@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from records import UNSEALED, a_plan, a_summary, an_environment, edit, find, make_turns
 
+from compare.evidence import records as records_module
 from compare.evidence.chain import reseal
 from compare.evidence.records import (
     find_comparison,
@@ -262,3 +263,12 @@ def test_a_comparison_is_found_by_its_folder_or_a_file_in_it(tmp_path, monkeypat
     assert find_comparison(Path("runs/compare-1")) == Path("runs/compare-1")
     monkeypatch.chdir(folder)
     assert load_comparison(find_comparison(Path("."))).folder.resolve() == folder
+
+
+def test_a_third_peer_leaves_the_square_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records_module, "PEERS", {"deepspeed": "DeepSpeed", **records_module.PEERS})
+    folder = Path(__file__).parent.parent / "results" / "xeon-amx-2-cores/2026-11-25-square-1"
+    corners = load_comparison(folder).square
+    assert [*corners] == [
+        ("ddp", "MPI"), ("horovod", "MPI"), ("ddp", "Gloo"), ("horovod", "Gloo")
+    ]  # fmt: skip

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class Comparison:
 
     @cached_property
     def square(self) -> dict[tuple[str, str], str]:
-        """The configurations of both engines over two transports each, by engine and the transport
+        """The configurations of two peers over two transports each, by engine and the transport
         that really carried the gradients: DDP before Horovod, and Gloo, which every installation
         has, last. Empty if the plan has no such square."""
         found: dict[tuple[str, str], str] = {}
@@ -158,9 +159,10 @@ class Comparison:
             if len(used) == 1 and not own.flags and not own.environment:
                 found.setdefault(used.pop(), name)
         for other in sorted({transport for _, transport in found} - {"Gloo"}):
-            places = [(engine, t) for t in (other, "Gloo") for engine in PEERS]
-            if not self.plan.null and found.keys() >= {*places}:
-                return {place: found[place] for place in places}
+            for pair in combinations(PEERS, 2):
+                places = [(engine, t) for t in (other, "Gloo") for engine in pair]
+                if not self.plan.null and found.keys() >= {*places}:
+                    return {place: found[place] for place in places}
         return {}
 
 

@@ -11,6 +11,7 @@ from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS
 from compare.evidence.turns import quiet_load
 from compare.evidence.verdicts import holm
 from compare.evidence.words import count, interval_text, ratio_text, three_digits
+from recipe.settings.flags import WIRE_BYTES
 
 WIDTH = 100  # of lines
 INTERVAL = f"{100 * CONFIDENCE:g} % interval"
@@ -40,7 +41,7 @@ def table(measurement: Measurement) -> str:
         text = f"{three_digits(1000 * figure.seconds)} {figure.busbw / 1e9:6.3f}"
         cells.setdefault((figure.wire, label_of(figure)), dict(none))[figure.backend] = text
     rows = [[label, wire, *own.values()] for (wire, label), own in cells.items()]
-    rows.sort(key=lambda row: row[1], reverse=True)  # fp32 first
+    rows.sort(key=lambda row: -WIRE_BYTES[row[1]])
     align = ["right", "left", *["right"] * len(names)]
     return tabulate.tabulate(rows, ["", "wire", *names], colalign=align, disable_numparse=True)
 
@@ -75,7 +76,7 @@ def speed_table(measurement: Measurement) -> str:
         for other in measurement.rivals(figure)
         if figure.message not in left_out
     ]
-    speeds.sort(key=lambda one: (one[1].wire, one[0].wire), reverse=True)  # fp32 first
+    speeds.sort(key=lambda one: [-WIRE_BYTES[x.wire] for x in (one[1], one[0])])
     decided = set[int]()
     for wires in {(other.wire, figure.wire) for figure, other, _ in speeds}:
         p_values = {

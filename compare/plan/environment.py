@@ -10,7 +10,7 @@ from compare.plan.hosts import MPIRUN_VARIABLE, ssh_flags
 from recipe.settings.knobs import steers
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("recipe", "ddp_train", "horovod_train", "baselines")  # with all that trains
+FOLDERS = ("recipe", "baselines", "*_train")  # with all that trains, as patterns
 # The trainers set their threads by one rule. A value left over from the shell would be
 # overwritten by torchrun alone, and then the two engines would not run on equal terms.
 REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -59,7 +59,7 @@ def steering_variables() -> dict[str, str]:
 def trainers_sha256() -> str:
     """Return the digest of the trainers' sources: runs of different code are not mixed."""
     digest = hashlib.sha256()
-    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+    for path in sorted(path for one in FOLDERS for path in ROOT.glob(f"{one}/**/*.py")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from compare.prediction.inputs import Inputs
 from compare.prediction.networks import Cluster, Network
+from recipe.settings.flags import WIRE_BYTES
 
 # By how much a figure may be off, as a relative standard deviation: what makes the interval.
 UNCERTAIN = {
@@ -101,7 +102,7 @@ def simulate(
     computed, ready = inputs.backward_seconds * slow, [t * slow for t in inputs.ready_seconds]
     sizes = inputs.gradient_bytes
     delay = ended = 0.0  # of the backward pass by messages; of the last message
-    narrow = 0.5 if inputs.wire_format == "fp16" else 1.0
+    narrow = WIRE_BYTES[inputs.wire_format] / 4  # gradients are fp32
     first = messages = agreed = 0
     while workers > 1 and first < len(sizes):
         last, size = first + 1, sizes[first]

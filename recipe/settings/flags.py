@@ -35,6 +35,7 @@ WIRE_FORMATS: dict[WireFormat, NumberFormat] = {
     "fp32": NumberFormat("float32", 4, 2**24),
     "fp16": NumberFormat("float16", 2, 2**11),
 }
+WIRE_BYTES: dict[str, int] = {name: one.bytes for name, one in WIRE_FORMATS.items()}
 
 
 class Bound(NamedTuple):
