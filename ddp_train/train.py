@@ -6,6 +6,7 @@
 differently. What knows no engine is in recipe/.
 """
 
+from ddp_train.elastic import supervise
 from recipe.settings.config import Config
 from recipe.errors import one_message
 from recipe.start import Hooks, start
@@ -15,6 +16,7 @@ from recipe.world import World
 ENGINE = "ddp"
 
 if __name__ == "__main__":  # before torch is loaded
+    supervise()  # where lost ranks are started anew, another process of these words trains
     config, world = start(ENGINE)
 
 import sys

@@ -15,6 +15,7 @@ from horovod.runner.elastic.worker import WorkerNotificationService
 from horovod.runner.util.network import get_driver_ip
 
 HEADER = f"{DIGEST_LENGTH}si"  # the signature, and the message's bytes
+LOOK_S = 0.05
 MAX_BYTES = 4096  # a message has some hundred
 
 
@@ -28,7 +29,17 @@ class Announcements(socketserver.ThreadingTCPServer):
         self.key, self.changed = make_secret_key(), threading.Event()
         # What the driver asks to be told, by Horovod's own coding.
         self.for_driver: str = dumps_base64(({interface: [self.server_address]}, self.key))
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.listen()
+
+    def listen(self) -> None:
+        """Hear in a thread of its own what comes."""
+        self.thread = threading.Thread(target=self.serve_forever, args=(LOOK_S,), daemon=True)
+        self.thread.start()
+
+    def pause(self) -> None:
+        """End the thread; what comes waits."""
+        self.shutdown()
+        self.thread.join()
 
 
 class _Receiver(socketserver.StreamRequestHandler):

@@ -8,19 +8,18 @@ which knows nothing of this. What watchers tell each other is one word on the dr
 that forgets as it gives out places.
 """
 
-import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
-from recipe.errors import EXIT_LOST_PEER, EXIT_SAVED, UserError, fail, one_message
-from recipe.settings.flags import last_value
-from recipe.watch import SIGNALS, own_world
+from recipe.errors import EXIT_SAVED, UserError, fail, one_message
+from recipe.nursery import NOTICE_S, Nursery, look_s
+from recipe.settings.config import parse_args
+from recipe.watch import own_world
 
 WORD = "/training/word"
 AGAIN, OVER, HOSTS = "again", "over", "hosts"  # begin again; end; begin again, but save first
@@ -28,8 +27,6 @@ PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 # For ranks to find each other, and for the driver to hear of all: a little more than its own limit.
 MEETING_S = 60 + int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
 ANOTHER_S = 2.0  # after an error: another rank's loss, of which its watcher tells, may be the cause
-LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # a watcher looks so often at the word; all do together
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def supervise() -> None:
@@ -38,7 +35,8 @@ def supervise() -> None:
     if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
         return
     world = own_world()
-    if last_value(sys.argv, "--resume") != "auto" or last_value(sys.argv, "--name") is None:
+    config = parse_args("horovod", world)  # its errors come at once
+    if config.resume != "auto" or config.name is None:
         message = (
             "error: horovodrun --host-discovery-script: a change of hosts is a start from the last "
             "checkpoint; add --resume auto --name RUN"
@@ -46,44 +44,39 @@ def supervise() -> None:
         fail(world, message if world.is_first else "", exit_code=2)
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(MEETING_S))
     with one_message(world):
+        nursery = Nursery("horovod_train.train")
         from horovod_train.announcements import Announcements  # loads Horovod's launcher
 
         announcements = Announcements(os.environ["HOROVOD_GLOO_IFACE"])
         _request("PUT", f"/worker_addresses/{_slot()}", announcements.for_driver, MEETING_S)
-        while (exit_code := _train(announcements.changed)) is None:
+        while True:
+            announcements.pause()  # a fork has one thread
+            if nursery.start():
+                return
+            announcements.listen()
+            exit_code = _watch_over(nursery, announcements.changed)
+            if exit_code is not None:
+                sys.exit(exit_code)
             announcements.changed.clear()  # the new place takes account of it
             place = _ask_for_place()
             if place["HOROVOD_RANK"] == "-1":  # the slot is no longer in the job
                 sys.exit(0)
             os.environ |= place
-        sys.exit(exit_code)
 
 
-def _train(changed: threading.Event) -> int | None:
-    """Have another process train. Its exit code, or None if all ranks are to begin again."""
-    libc = ctypes.CDLL(None)
-    trainer = subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:]],
-        start_new_session=True,
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # it ends with this one
-    )
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _: trainer.send_signal(number))
-    look_s = max(LOOK_S, int(os.environ["HOROVOD_SIZE"]) / LOOKS_PER_SECOND)
+def _watch_over(nursery: Nursery, changed: threading.Event) -> int | None:
+    """The exit code of the process that trains, or None if all ranks are to begin again."""
     word = ""
-    while trainer.returncode is None and word not in (AGAIN, OVER):
-        with suppress(subprocess.TimeoutExpired):
-            trainer.wait(look_s)
-        word = _hear()
-        if changed.is_set() and not word and trainer.returncode is None:
+    while nursery.wait(look_s(int(os.environ["HOROVOD_SIZE"]))) is None:
+        if (word := _hear()) in (AGAIN, OVER):
+            break
+        if changed.is_set() and not word:
             print("hosts have come or gone: all ranks go on from a checkpoint", flush=True)
             changed.clear()
             _say(HOSTS)
-            trainer.send_signal(signal.SIGUSR1)
-    with suppress(ProcessLookupError):
-        os.killpg(trainer.pid, signal.SIGKILL)  # it, or the loader workers that it has left
-    exit_code = trainer.wait()
-    if word != OVER and (exit_code < 0 or exit_code == EXIT_LOST_PEER):
+            os.kill(nursery.rank, signal.SIGUSR1)
+    exit_code, word = nursery.end(0 if word == OVER else NOTICE_S), _hear()
+    if word != OVER and nursery.is_lost(exit_code):
         _say(AGAIN)
         return None
     if not word and exit_code not in (0, EXIT_SAVED):  # it has told an error

@@ -16,7 +16,7 @@ from recipe.world import World
 ENGINE = "horovod"
 
 if __name__ == "__main__":  # before torch is loaded
-    supervise()  # where hosts come and go, another process of these words trains
+    supervise()  # where lost ranks are started anew, another process of these words trains
     config, world = start(ENGINE)
 
 import sys

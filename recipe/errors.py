@@ -36,6 +36,8 @@ WRITES: list[Future[None]] = []
 # Set when this rank ends because of an error: a signal is then the launcher's, which has seen
 # another rank end.
 FAILING = threading.Event()
+# Under a watcher that starts lost ranks anew: what a rank that has lost its peer does, and leaves.
+at_lost_peer: Callable[[], object] | None = None
 # A run was asked to end by a signal, and has kept a checkpoint: EX_TEMPFAIL of sysexits.h, which
 # invites to start it again.
 EXIT_SAVED = 75
@@ -219,6 +221,10 @@ def one_message(world: World) -> Iterator[None]:
         else:
             told = limit_reached(error)
         is_lost = not told and is_lost_peer(error)
+        if is_lost and at_lost_peer:
+            with suppress(Exception):
+                at_lost_peer()
+            leave(EXIT_LOST_PEER)
         time.sleep(LOST_PEER_DELAY_S if is_lost else 0)
         message = f"error: {told}" if told else traceback.format_exc()
         fail(world, message, EXIT_LOST_PEER if is_lost else 1)

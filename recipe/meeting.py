@@ -158,7 +158,8 @@ def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {"init_method": "env://", **place}
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, world.size, is_master=False, timeout=timeout)
+    store: dist.Store = dist.TCPStore(*address, world.size, is_master=False, timeout=timeout)
+    store = dist.PrefixStore(os.environ.get("TRAINING_GENERATION", ""), store)
     return {"store": dist.PrefixStore(_name_of_attempt(store, world, timeout), store), **place}
 
 

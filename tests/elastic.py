@@ -94,7 +94,9 @@ def ranks_among(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process
     found = {}
     for process in processes:
         with suppress(psutil.Error):
-            if "HOROVOD_ELASTIC" in process.parent().environ():
+            parent = process.parent()
+            is_rank = parent.cmdline() == process.cmdline()
+            if is_rank and "HOROVOD_ELASTIC" in parent.environ():
                 found[int(process.environ()["HOROVOD_RANK"])] = process
     return found
 

@@ -18,7 +18,6 @@ REASONS = {
     "what the file is": ('"""Train ImageNet with', "torchrun --nproc", "horovodrun -np"),
     "imports": ("import ",),
     "name of the engine": ("ENGINE =",),
-    "a driver that needs a process that lives on; torchrun has its agent": ("supervise()",),
     "start of the engine": (
         "prepare(config, world)", "hvd.init()", "transport =", "backend =",
         "dist.init_process_group(",
