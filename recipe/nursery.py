@@ -27,19 +27,19 @@ LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # one watches so often for others' losses; 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
-# Files in the memory of this host that outlive a rank, and end with its nursery: its state when
-# another rank was lost, and BatchNorm's statistics (record/spare.py). None outside of a nursery.
-files: tuple[int, int] | None = None
+# Files in the memory of this host that outlive a rank, and end with its nursery (record/spare.py);
+# 0 outside of one.
+state = notes = 0
 
 
 class Nursery:
     """Starts a rank, again and again, one at a time; `module` is what a rank will need."""
 
     def __init__(self, module: str) -> None:
-        global files
+        global state, notes
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
         importlib.import_module(module)
-        files = os.memfd_create("state"), os.memfd_create("statistics")
+        state, notes = os.memfd_create("state"), os.memfd_create("notes")
         self.rank, self.asked = 0, False  # the rank's process; whether it was asked to end
         self.exit_code: int | None = None
 

@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver, util
+from itertools import pairwise
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from recipe import watch
+from recipe import nursery, watch
 from recipe.errors import one_message
 from recipe.settings.config import Config, parse_args
 from recipe.watch import nearest_launcher, own_world, start_watchdog
@@ -46,14 +47,34 @@ def start_loaders_server() -> None:
     too; it loads what they need while this one loads the same.
 
     They are not forked from this process: neither MPI nor CUDA survives that. A worker loads the
-    trainer's script again, so all that it imports is to be there already. The sockets at which all
-    of these are reached are in a folder for temporary files, if names in it are not too long.
+    trainer's script again, so all that it imports is to be there already: in a rank that was forked
+    with all of that the server is forked in its turn. The sockets at which all of these are reached
+    are in a folder for temporary files, if names in it are not too long.
     """
     tempfile.tempdir = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER else None
     util.get_temp_dir()  # from now on it is this one, for workers, too
     tempfile.tempdir = None
     forkserver.set_forkserver_preload(["recipe.session"])
+    resource_tracker.ensure_running()
+    spawn = util.spawnv_passfds
+    if nursery.state:
+        util.spawnv_passfds = _fork_instead  # type: ignore[assignment]
     forkserver.ensure_running()
+    util.spawnv_passfds = spawn
+
+
+def _fork_instead(_: object, words: list[str], kept: list[int]) -> int:
+    """Have a fork of this process run what an interpreter was to run by `-c`, with no other files
+    than the first three and `kept`; its process ID."""
+    server = os.fork()
+    if server == 0:
+        try:
+            for before, end in pairwise([2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
+                os.closerange(before + 1, end)
+            exec(words[-1])
+        finally:
+            os._exit(0)
+    return server
 
 
 def undo_mpirun_binding(world: World) -> None:

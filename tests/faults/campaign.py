@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -204,16 +205,17 @@ class Trial:
         self.struck, self.recorded = time.monotonic(), self.metrics()
 
     def processes(self) -> list[psutil.Process]:
-        """The ranks, by their numbers; where one process watches over another, the younger one."""
+        """The ranks, by their numbers: the first of the processes of their words; where one watches
+        over it, the second. Those that a rank has forked for its loader workers are younger."""
         mark = psutil.Process(self.process.pid).environ()["LAUNCH_MARK"]
-        found = {}
+        found = defaultdict[int, list[psutil.Process]](list)
         for one in [*marked(mark), *(one for host in self.hosts for one in host.processes())]:
             with suppress(psutil.Error):
                 environ, words = one.environ(), one.cmdline()
                 number = next((environ[name] for name in RANKS if name in environ), None)
                 if number and any(word == TRAINERS[self.result.engine] for word in words[1:3]):
-                    found[int(number)] = one
-        return [found[number] for number in sorted(found)]
+                    found[int(number)].append(one)
+        return [sorted(found[number], key=attrgetter("pid"))[:2][-1] for number in sorted(found)]
 
     def command(self) -> list[str]:
         line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.result.launcher]
