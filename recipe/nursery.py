@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from typing import NoReturn
 
 from recipe import errors
@@ -39,6 +40,7 @@ class Nursery:
         global state, notes
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
         importlib.import_module(module)
+        resource_tracker.ensure_running()  # removes what loader workers leave, and outlives a rank
         state, notes = os.memfd_create("state"), os.memfd_create("notes")
         self.rank, self.asked = 0, False  # the rank's process; whether it was asked to end
         self.exit_code: int | None = None

@@ -310,6 +310,8 @@ def test_workers_end_with_a_killed_trainer(loading: Callable[[str], Path]) -> No
         assert trainer.stdout.readline() == b"loading\n"
         processes = psutil.Process(trainer.pid).children(recursive=True)
         assert len(processes) >= 2  # the server and a worker
+        semaphores = re.findall(r"/sem\.mp-.*", Path(f"/proc/{trainer.pid}/maps").read_text())
+        assert semaphores and all(one.endswith("(deleted)") for one in semaphores), "names are left"
         trainer.kill()
     _, alive = psutil.wait_procs(processes, timeout=60)
     for process in alive:

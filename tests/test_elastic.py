@@ -6,6 +6,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from elastic import (
     steps_in,
     write_slots,
 )
-from launching import rarely, resumed_at, run, wait_until
+from launching import ROOT, SMALL, TRAINERS, rarely, resumed_at, run, wait_until, words_of
 
 from horovod_train.announcements import Announcements
 
@@ -169,3 +170,63 @@ def test_nothing_that_comes_is_unpickled(
         sender.sendall(digest + struct.pack("i", len(message)) + message)
         assert bool(sender.recv(1)) == is_signed
     assert announcements.changed.is_set() == is_signed and not (tmp_path / "harm").exists()
+
+
+def kill_ranks_of_torchrun(times: int, folder: Path) -> Callable[[subprocess.Popen], None]:
+    """The ranks of DDP in turn, each some steps after the last loss."""
+
+    def kill(launcher: subprocess.Popen) -> None:
+        wait_until(lambda: steps_in(folder))
+        for number in range(times):
+            wait_until(lambda: len(steps_in(folder)) > sum(resumed_at(folder)[-1:]) + 3)
+            watchers = psutil.Process(launcher.pid).children()
+            watchers[number % 2].children()[0].kill()
+            wait_until(lambda n=number: len(resumed_at(folder)) > n or launcher.poll() is not None)
+
+    return kill
+
+
+@pytest.mark.launch
+def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) -> None:
+    launcher = words_of("torchrun --max-restarts", TRAINERS["ddp"])
+    launcher[launcher.index("--max-restarts") + 1] = "2"
+    place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1 --checkpoint-minutes 9"
+    words = [*launcher, *f"{SMALL} {place} --epochs 100000".split(), "--max-steps", "100000"]
+    folder = tmp_path / "run"
+    finished = run(words, 200, kill_ranks_of_torchrun(3, folder))
+    assert finished.returncode != 0
+    assert finished.output.count("going on after step") == 2, finished.output
+    # From memory: there is no checkpoint before the end of the epoch.
+    assert all(step > 3 for step in resumed_at(folder))
+
+
+# A nursery in a process of its own, with a rank for each way in which one starts and ends.
+NURSERY = """
+import os, signal, sys, threading
+from recipe.nursery import OWN_RANK, Nursery
+if OWN_RANK in os.environ and os.environ["HOW"] == "exec":
+    sys.exit(7)
+nursery, codes = Nursery("recipe.ranks"), []
+for how in ("exit", "kill", "lost", "hang", "exec"):
+    os.environ["HOW"] = how
+    if how == "exec":  # with a second thread, or CUDA, it is a new interpreter
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    if nursery.start():
+        assert len(os.listdir("/proc/self/task")) == 1 and os.getsid(0) == os.getpid()
+        if how in ("kill", "hang"):
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        sys.exit(3 if how == "exit" else 76)
+    code = nursery.end(1.0 if how == "hang" else 60.0)
+    codes.append((code, nursery.is_lost(code)))
+print(codes)
+"""
+
+
+def test_a_nursery_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
+    (tmp_path / "nursery.py").write_text(NURSERY)
+    told = subprocess.run(
+        [sys.executable, tmp_path / "nursery.py"], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    expected = [(3, False), (-9, True), (76, True), (-9, True), (7, False)]
+    assert told.stdout == f"{expected}\n", told

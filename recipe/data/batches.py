@@ -12,6 +12,8 @@ import threading
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import util
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
@@ -400,13 +402,24 @@ def _loaded(
         collate_fn=_in_shared_memory if workers else lambda batch: batch,  # it is a whole one
         worker_init_fn=_begin_worker if workers else None,
     )
-    return _handed_over(iter(loader))  # whose workers start now, and not for the first batch
+    finalizers: dict[Any, Any] = vars(util)["_finalizer_registry"]
+    known = set(finalizers)
+    reading = iter(loader)  # whose workers start now, and not for the first batch
+    made = [one for key, one in finalizers.items() if key not in known]
+    removal = vars(SemLock)["_cleanup"].__func__
+    return _handed_over(reading, [one for one in made if one._callback is removal])
 
 
-def _handed_over(reading: Iterator[Any]) -> Iterator[Any]:
-    """What loader workers read; UserError if one of them was killed."""
+def _handed_over(reading: Iterator[Any], names: Iterable[util.Finalize] = ()) -> Iterator[Any]:
+    """What loader workers read; UserError if one of them was killed. `names` removes those of their
+    semaphores from /dev/shm: when each worker has them open, so that none stays if all is killed.
+    """
     try:
-        yield from reading
+        for number, batch in enumerate(reading, 1):
+            if number == len(getattr(reading, "_workers", [])):
+                for remove in names:
+                    remove()
+            yield batch
     except (RuntimeError, OSError, EOFError) as error:  # as of what the worker was about to do
         sentinels = [worker.sentinel for worker in getattr(reading, "_workers", [])]
         if not multiprocessing.connection.wait(sentinels, timeout=1.0):

@@ -24,7 +24,7 @@ import tempfile
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -50,6 +50,7 @@ from launching import (
     launch,
     marked,
     read_json,
+    resumed_at,
     run,
     wait_until,
 )
@@ -150,6 +151,10 @@ class Result:
     folder: str = ""  # of a trial that failed
     seconds_to_end: float | None = None  # from the fault to the launcher's end
     seconds_to_recover: float | None = None  # to the first step, from the second start or the fault
+    recoveries: list[float] = field(default_factory=list)  # the same, of each fault, if it heals
+    steps_lost: int | None = (
+        None  # steps that had ended and were made again: the most after a fault
+    )
     effective_share: float | None = None  # steps that count, of the time with faults
 
     @property
@@ -221,7 +226,8 @@ class Trial:
         line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.result.launcher]
         line = line.format(python=sys.executable, trainer=TRAINERS[self.result.engine], ranks=2)
         scenario = self.scenario
-        words = f"{line} {scenario.training} {scenario.flags} {PLACE} --log-dir {self.runs}".split()
+        flags = f"{scenario.flags} --workers {self.result.number % 2}"  # every other one with them
+        words = f"{line} {scenario.training} {flags} {PLACE} --log-dir {self.runs}".split()
         if not self.hosts:
             return words
         here, away = (host.inside(*words) for host in self.hosts)
@@ -304,7 +310,10 @@ class Trial:
         """What has to be so in the end."""
         steps = [step["step"] for step in steps_in(self.run_folder)]
         last = int(self.scenario.training.split()[-1])
-        assert steps == list(range(1, last + 1)), f"steps {steps}"
+        # A rank was lost as the others told it of their part of the figures.
+        for begin, end in re.findall(r"no figures of steps (\d+) to (\d+)", self.metrics()):
+            steps += range(int(begin), int(end) + 1)
+        assert sorted(steps) == list(range(1, last + 1)), f"steps {steps}"
         summary = read_json(self.run_folder / "summary.json")
         assert summary["weights_sha256"] == expected, "other weights"
         assert not [*self.run_folder.rglob(".*.partial")], "partial files are left"
@@ -328,10 +337,16 @@ def shared() -> set[str]:
 
 
 def recover(trial: Trial) -> None:
-    """Note when the training makes its first step since."""
+    """Note when the training makes its first step since, and how many it makes again."""
+    made = max([0, *(step["step"] for step in steps_in(trial.run_folder))])
+    result = trial.result
     wait_until(lambda: trial.makes_steps() or trial.process.poll() is not None, pause=0.01)
     since = trial.struck if trial.scenario.heals else trial.began
-    trial.result.seconds_to_recover = time.monotonic() - since
+    result.seconds_to_recover = time.monotonic() - since
+    if trial.scenario.heals:
+        result.recoveries.append(result.seconds_to_recover)
+        lost = made - sum(resumed_at(trial.run_folder)[-1:])
+        result.steps_lost = max(lost, result.steps_lost or 0)
 
 
 def send(
@@ -539,16 +554,27 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
     for one in results:
         groups[one.key[:3]].append(one)
 
-    def median(seconds: Iterator[float | None]) -> float | None:
-        known = [value for value in seconds if value is not None]
-        return round(statistics.median(known), 1) if known else None
+    def of(
+        values: Iterable[float | None],
+        figure: Callable[[list[float]], float] = statistics.median,
+        digits: int = 1,
+    ) -> float | None:
+        known = [value for value in values if value is not None]
+        return round(figure(known), digits) if known else None
+
+    def recoveries(group: Sequence[Result]) -> Iterator[float | None]:
+        for one in group:
+            yield from one.recoveries or [one.seconds_to_recover]
 
     return [
         {
             "scenario": scenario, "engine": engine, "launcher": launcher, "trials": len(group),
             "survived": sum(not one.problem for one in group),
-            "median seconds to end": median(one.seconds_to_end for one in group),
-            "median seconds to recover": median(one.seconds_to_recover for one in group),
+            "median seconds to end": of(one.seconds_to_end for one in group),
+            "median seconds to recover": of(recoveries(group)),
+            "worst": of(recoveries(group), max),
+            "most steps lost": of((one.steps_lost for one in group), max, 0),
+            "effective share": of((one.effective_share for one in group), digits=2),
         }
         for (scenario, engine, launcher), group in groups.items()
     ]  # fmt: skip
