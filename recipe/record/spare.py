@@ -2,8 +2,8 @@
 
 A rank that loses another one keeps its state there, as of the step that has ended last: like a
 checkpoint, whole or not at all. BatchNorm's statistics differ from rank to rank, so each one on a
-CPU keeps its own, of two steps, before it sends the gradients of the later one. Outside of a
-nursery nothing is kept.
+CPU keeps its own after each forward pass. It may be two steps ahead of what the others have when it
+is lost: they can be slow to receive what it has sent. Outside of a nursery nothing is kept.
 """
 
 import os
@@ -15,8 +15,9 @@ from torch import nn
 
 from recipe import nursery
 
-# The file of the notes: the state's step; then twice the statistics' step and they themselves.
-NUMBER_BYTES = 8
+# The file of the notes: the state's step; then, of each of the last three steps, one more than its
+# number, and the statistics.
+NUMBER_BYTES, STEPS = 8, 3
 
 
 def _note(number: int, place: int = 0) -> None:
@@ -53,7 +54,7 @@ def _statistics_of(model: nn.Module, step: int) -> tuple[list[torch.Tensor], int
     """The buffers, none of which is kept on a GPU, where it would be waited for; their place."""
     buffers = [one for one in model.buffers() if nursery.notes and not one.is_cuda]
     count = sum(buffer.numel() for buffer in buffers)
-    return buffers, NUMBER_BYTES * (1 + step % 2 * (1 + count))
+    return buffers, NUMBER_BYTES * (1 + step % STEPS * (1 + count))
 
 
 def keep_statistics(model: nn.Module, step: int) -> None:
