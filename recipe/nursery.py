@@ -6,6 +6,7 @@ that is not so when the rank is to be started, it is a new interpreter, as witho
 """
 
 import ctypes
+import gc
 import importlib
 import math
 import os
@@ -40,6 +41,7 @@ class Nursery:
         global state, notes
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
         importlib.import_module(module)
+        gc.freeze()  # else a collection in a rank copies the memory of all that was imported
         resource_tracker.ensure_running()  # removes what loader workers leave, and outlives a rank
         state, notes = os.memfd_create("state"), os.memfd_create("notes")
         self.rank, self.asked = 0, False  # the rank's process; whether it was asked to end
