@@ -48,7 +48,7 @@ RESTARTS = ("MAX_RESTARTS", "RESTART_COUNT")  # by which torchrun says whether i
 # told.
 ANSWER_S = 2 * float(os.environ.get("OMPI_MCA_odls_base_sigkill_timeout", 1))  # noqa: SIM112
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _obeys = False  # whether the training loop ends by itself when it is asked to
 _asked: signal.Signals | None = None  # the first that came since

@@ -446,7 +446,7 @@ def on_rank(module: str, code: str, every: bool = False) -> Callable[[Trial], di
 
 
 SLOWLY = on_rank("recipe.training.model", SLOW)
-TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 # mpirun waits so many seconds before it passes a signal on, and again before it kills.
 PATIENT = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}
 # mpirun, which else notices after eight minutes that a host is cut off.
@@ -471,7 +471,7 @@ SCENARIOS = {
         kill_often, starts=RESTARTS, trials=1, flags="--checkpoint-steps 4", heals=True,
         shim=on_rank("recipe.training.model", SLOW, every=True), training=LONG, limit_s=900,
     ),
-    "signal-rank": Scenario(send(TERM, INT, USR1), saves=True, shim=SLOWLY),
+    "signal-rank": Scenario(send(TERM, INT, HUP, USR1), saves=True, shim=SLOWLY),
     "signal-launcher": Scenario(
         send(TERM, INT, to="the launcher"), starts=[DDP, GLOO], saves=True, shim=SLOWLY
     ),
