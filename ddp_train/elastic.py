@@ -14,11 +14,9 @@ from contextlib import suppress
 from typing import Any
 
 from recipe.errors import one_message
-from recipe.nursery import OWN_RANK, Nursery, leave_like, look_s
+from recipe.nursery import GENERATION, OWN_RANK, Nursery, leave_like, look_s
 from recipe.settings.config import parse_args
 from recipe.watch import nearest_launcher, own_world
-
-GENERATION = "TRAINING_GENERATION"  # counts all new starts, those by the agents, too
 
 
 def supervise() -> None:

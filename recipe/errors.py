@@ -36,8 +36,9 @@ WRITES: list[Future[None]] = []
 # Set when this rank ends because of an error: a signal is then the launcher's, which has seen
 # another rank end.
 FAILING = threading.Event()
-# Under a watcher that starts lost ranks anew: what a rank that has lost its peer does, and leaves.
-at_lost_peer: Callable[[], object] | None = None
+# Whether a watcher starts this rank anew when it ends because another one is lost
+# (recipe/nursery.py), of which it then says nothing.
+is_watched = False
 # A run was asked to end by a signal, and has kept a checkpoint: EX_TEMPFAIL of sysexits.h, which
 # invites to start it again.
 EXIT_SAVED = 75
@@ -221,9 +222,7 @@ def one_message(world: World) -> Iterator[None]:
         else:
             told = limit_reached(error)
         is_lost = not told and is_lost_peer(error)
-        if is_lost and at_lost_peer:
-            with suppress(Exception):
-                at_lost_peer()
+        if is_lost and is_watched:
             leave(EXIT_LOST_PEER)
         time.sleep(LOST_PEER_DELAY_S if is_lost else 0)
         message = f"error: {told}" if told else traceback.format_exc()

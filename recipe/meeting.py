@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from recipe import watch
 from recipe.errors import UserError, refuse
+from recipe.nursery import GENERATION
 from recipe.settings.config import Config
 from recipe.watch import engine_timeout
 from recipe.world import World, lone_copy_message, prepare_mpi
@@ -159,7 +160,7 @@ def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
         return {"init_method": "env://", **place}
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store: dist.Store = dist.TCPStore(*address, world.size, is_master=False, timeout=timeout)
-    store = dist.PrefixStore(os.environ.get("TRAINING_GENERATION", ""), store)
+    store = dist.PrefixStore(os.environ.get(GENERATION, ""), store)
     return {"store": dist.PrefixStore(_name_of_attempt(store, world, timeout), store), **place}
 
 

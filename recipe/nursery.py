@@ -22,28 +22,23 @@ from recipe.errors import EXIT_LOST_PEER
 from recipe.watch import SIGNALS
 
 OWN_RANK = "TRAINED_UNDER_WATCH"  # set for a rank that has been started here
+GENERATION = "TRAINING_GENERATION"  # which start of the ranks this is, the first being 0
+
 POLL_S = 0.02
-# A rank that hears of a loss by itself has so long to keep its state; one that does not is ended.
-NOTICE_S = 5.0
+NOTICE_S = 5.0  # a rank that hears of another's loss has so long to end by itself
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # one watches so often for others' losses; all do together
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LIBC = ctypes.CDLL(None)
-
-# Files in the memory of this host that outlive a rank, and end with its nursery (record/spare.py);
-# 0 outside of one.
-state = notes = 0
 
 
 class Nursery:
     """Starts a rank, again and again, one at a time; `module` is what a rank will need."""
 
     def __init__(self, module: str) -> None:
-        global state, notes
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
         importlib.import_module(module)
         gc.freeze()  # else a collection in a rank copies the memory of all that was imported
         resource_tracker.ensure_running()  # removes what loader workers leave, and outlives a rank
-        state, notes = os.memfd_create("state"), os.memfd_create("notes")
         self.rank, self.asked = 0, False  # the rank's process; whether it was asked to end
         self.exit_code: int | None = None
 
@@ -69,7 +64,7 @@ class Nursery:
         if self.rank == 0 and not is_bare:
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         if self.rank == 0:
-            errors.at_lost_peer = lambda: None
+            errors.is_watched = True
         return self.rank == 0
 
     def _pass_on(self, number: int, _: object) -> None:

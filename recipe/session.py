@@ -15,7 +15,7 @@ import torch
 from msgspec import convert
 from torch import nn
 
-from recipe import errors, nursery, watch
+from recipe import watch
 from recipe.data.batches import (
     Batch,
     Data,
@@ -29,13 +29,7 @@ from recipe.device import loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.meeting import own_addresses
 from recipe.ranks import Ranks
-from recipe.record.checkpoint import (
-    contents_of,
-    finish_checkpoint,
-    keep_checkpoint,
-    mark_best,
-    step_path,
-)
+from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
 from recipe.record.fingerprint import (
     check_same_training,
     check_same_weights,
@@ -48,7 +42,6 @@ from recipe.record.meter import StepMeter, Usage, measure_usage, straggler, summ
 from recipe.record.recorder import Recorder, Silence
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
-from recipe.record.spare import forget_state, keep_state, keep_statistics, take_statistics
 from recipe.settings.config import Config
 from recipe.training.batch_norm import align_batch_norm
 from recipe.training.metrics import Sums, means, validate
@@ -180,29 +173,7 @@ class Session:
         self.looked_at = self.first_step, time.perf_counter()
         if self.keeps_checkpoints:
             obey_signals()
-        if nursery.state:
-            self._survive_losses(parts)
         return self._goes_on(parts)
-
-    def _survive_losses(self, parts: Trainables) -> None:
-        """When another rank is lost, keep the state after the last step that has ended. Ranks hear
-        of a loss as they exchange: before an update, or when it is counted."""
-        network, progress = parts.fp16_model or parts.model, self.progress
-        self.is_resumable = True
-
-        def keep() -> None:
-            if self.is_resumable:
-                take_statistics(parts.model, progress.step)
-                contents = contents_of(parts, progress, self.config, self.data)
-                keep_state(contents | {"world_size": self.world.size}, progress.step)
-
-        def keep_own(*_: object) -> None:
-            if network.training:
-                keep_statistics(parts.model, progress.step + 1)
-
-        errors.at_lost_peer = keep
-        keep_statistics(parts.model, progress.step)
-        network.register_forward_hook(keep_own)
 
     def _goes_on(self, parts: Trainables) -> bool:
         """Whether there is more to train; then what is `whole` of the `parts`, which may be a copy,
@@ -221,7 +192,6 @@ class Session:
         """
         epoch_ended = self.count_step(sums, learning_rate, parts.scaler.skipped_steps)
         is_last = self.progress.samples_seen >= self.stop
-        self.is_resumable = not (epoch_ended or is_last)  # until the record and a checkpoint say so
         stops, save = self.poll_stop_and_save()
         save = save or epoch_ended or is_last
         if bad_step := self.write_steps(now=save):
@@ -235,7 +205,6 @@ class Session:
             expect_pause()
             self.trained = parts.whole()
             self.keep_checkpoint(self.trained)
-            self.is_resumable = True
         if (epoch_ended or is_last) and not stops:
             self.validate(self.trained)
         return self._goes_on(parts)
@@ -249,7 +218,6 @@ class Session:
         self.epoch = progress.samples_seen // num_train
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
         watch.begin("")
-        forget_state()
         progress.end_step(step_samples, self.meter.total_seconds, skipped_steps)
         self.meter.end_step(sums, learning_rate)
         self._pass_over()
@@ -283,7 +251,6 @@ class Session:
         images out from now on. UserError if there is none."""
         expect_delay()  # rank 0's disk, and then loader workers that start
         finish_checkpoint()
-        self.is_resumable = False
         self.recorder.close_files()
         earlier = go_back(parts, self.config, self.ranks, self.data, self.folder, bad.step)
         vars(self.progress).update(vars(earlier) | {"total_seconds": self.meter.total_seconds})
@@ -299,7 +266,6 @@ class Session:
         self.recorder.event("rollback", left_out=self.left_out)
         self.recorder.console.begin_training(self.last_step)
         self.next_look = self.first_step
-        self.is_resumable = True
 
     def poll_stop_and_save(self) -> tuple[bool, bool]:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
@@ -367,7 +333,6 @@ class Session:
         config, ranks, progress = self.config, self.ranks, self.progress
         finish_checkpoint()  # now: the watch expects this pause, and other ranks wait just below
         align_batch_norm(parts.model, config, ranks)
-        keep_statistics(parts.model, progress.step)
         check_same_weights(parts.model, progress.step, ranks)
         if self.keeps_checkpoints:
             self.saved_at = time.monotonic()

@@ -12,7 +12,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from recipe import nursery, watch
+from recipe import errors, watch
 from recipe.errors import one_message
 from recipe.settings.config import Config, parse_args
 from recipe.watch import nearest_launcher, own_world, start_watchdog
@@ -57,7 +57,7 @@ def start_loaders_server() -> None:
     forkserver.set_forkserver_preload(["recipe.session"])
     resource_tracker.ensure_running()
     spawn = util.spawnv_passfds
-    if nursery.state:
+    if errors.is_watched:  # a fork of a process that has loaded it all
         util.spawnv_passfds = _fork_instead  # type: ignore[assignment]
     forkserver.ensure_running()
     util.spawnv_passfds = spawn

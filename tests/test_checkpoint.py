@@ -32,12 +32,11 @@ from test_optimizers import WITHOUT_TIMM
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from recipe import nursery
 from recipe.data.batches import Data
 from recipe.errors import UserError
 from recipe.files import partial_name
 from recipe.ranks import Ranks
-from recipe.record import export, spare
+from recipe.record import export
 from recipe.record import resume as resuming
 from recipe.record.checkpoint import (
     checkpoints_in,
@@ -539,11 +538,8 @@ def test_any_wrong_value_is_refused_or_does_no_harm(data: st.DataObject) -> None
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize(("holder", "by"), [(0, "from_first"), (1, "sum")])
-def test_all_ranks_get_one_rank_s_file(
-    holder: int, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only that one reads; nothing but bytes, in pieces, and their number is sent."""
+def test_all_ranks_get_rank_0_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 reads; nothing but bytes, in pieces, and their number is sent."""
     monkeypatch.setattr(resuming, "PIECE_BYTES", 1000)
     save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))
     sent: list[torch.Tensor] = []
@@ -556,44 +552,12 @@ def test_all_ranks_get_one_rank_s_file(
         sent.append(values.clone())
         return values
 
-    sender, receiver = (
-        Ranks(a_world(holder, 2), **{by: send}),
-        Ranks(a_world(2, 3), **{by: receive}),
-    )
-    first = load_on_all_ranks(tmp_path / "c.pt", sender, holder)
+    first = load_on_all_ranks(tmp_path / "c.pt", Ranks(a_world(0, 2), from_first=send))
     size = (tmp_path / "c.pt").stat().st_size
     forms = [(values.dtype, len(values)) for values in sent]
     pieces = [1000] * (size // 1000) + [size % 1000]  # MPI refuses messages of 2 GiB and more
-    assert forms == [(torch.int64, 1), *((torch.int64, math.ceil(one / 8)) for one in pieces)]
-    assert plain(load_on_all_ranks(None, receiver, holder)) == plain(first)
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files that a nursery would have made."""
-    monkeypatch.setattr(nursery, "state", os.memfd_create("state"))
-    monkeypatch.setattr(nursery, "notes", os.memfd_create("notes"))
-
-
-def test_a_later_state_in_memory_comes_before_a_checkpoint(tmp_path: Path, memory: None) -> None:
-    """With the rank's own statistics of that step."""
-    keep(tmp_path, 10, 33.0, Progress())
-    parts, taken = trainables(steps=3), trainables()
-    contents = contents_of(parts, Progress(12, 48), CONFIG, DATA)
-    parts.model.register_buffer("statistics", torch.tensor(5.0))
-    taken.model.register_buffer("statistics", torch.tensor(0.0))
-    for step in (12, 13):
-        spare.keep_statistics(parts.model, step)
-        parts.model.statistics += 1
-    contents["model"]["statistics"] = torch.tensor(8.0)  # of the rank that sends it
-    contents["ema"], contents["config"]["model_ema"] = None, False
-    spare.keep_state(contents, 12)
-    taken.ema = None
-    progress = resume(taken, replace(AUTO, model_ema=False), Ranks(ALONE), DATA, tmp_path)
-    assert progress == Progress(12, 48) and taken.model.statistics == 5
-    spare.forget_state()
-    assert spare.kept_state() == (None, 0)
-    assert resume(trainables(), AUTO, Ranks(ALONE), DATA, tmp_path) == Progress(10, 40)
+    assert forms == [(torch.int64, 1), *((torch.uint8, piece) for piece in pieces)]
+    assert plain(load_on_all_ranks(None, Ranks(a_world(1, 2), from_first=receive))) == plain(first)
 
 
 def test_resume(tmp_path: Path) -> None:

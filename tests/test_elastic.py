@@ -179,8 +179,11 @@ def kill_ranks_of_torchrun(times: int, folder: Path) -> Callable[[subprocess.Pop
         wait_until(lambda: steps_in(folder))
         for number in range(times):
             wait_until(lambda: len(steps_in(folder)) > sum(resumed_at(folder)[-1:]) + 3)
-            watchers = psutil.Process(launcher.pid).children()
-            watchers[number % 2].children()[0].kill()
+            watcher = psutil.Process(launcher.pid).children()[number % 2]
+            words = (
+                watcher.cmdline()
+            )  # its rank's, too, unlike those of what multiprocessing starts
+            next(one for one in watcher.children() if one.cmdline() == words).kill()
             wait_until(lambda n=number: len(resumed_at(folder)) > n or launcher.poll() is not None)
 
     return kill
@@ -190,14 +193,12 @@ def kill_ranks_of_torchrun(times: int, folder: Path) -> Callable[[subprocess.Pop
 def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) -> None:
     launcher = words_of("torchrun --max-restarts", TRAINERS["ddp"])
     launcher[launcher.index("--max-restarts") + 1] = "2"
-    place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1 --checkpoint-minutes 9"
+    place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1 --checkpoint-steps 2"
     words = [*launcher, *f"{SMALL} {place} --epochs 100000".split(), "--max-steps", "100000"]
     folder = tmp_path / "run"
     finished = run(words, 200, kill_ranks_of_torchrun(3, folder))
     assert finished.returncode != 0
     assert finished.output.count("going on after step") == 2, finished.output
-    # From memory: there is no checkpoint before the end of the epoch.
-    assert all(step > 3 for step in resumed_at(folder))
 
 
 # A nursery in a process of its own, with a rank for each way in which one starts and ends.

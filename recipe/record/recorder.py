@@ -152,9 +152,7 @@ class Recorder:
             lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
             whole = [line for line in lines if line.endswith("\n")] if step else []
             kept = [line for line in whole if json.loads(line).get("step", 0) <= step]
-            recorded = 0
             for record in map(json.loads, kept):
-                recorded = record.get("step", 0)
                 if record["kind"] == "step" and record["epoch"] == epoch:
                     self.steps.append(convert(record, StepLine))
                 elif record["kind"] == "eval":
@@ -169,9 +167,7 @@ class Recorder:
         self._introduce()
         if step:
             self.say(f"{'weights of' if config.evaluate else 'going on after'} step {step}")
-        lost = f"no figures of steps {recorded + 1} to {step}: a rank was lost"
-        reason = lost if 0 < recorded < step else None
-        self.event("resume" if step else "start", resumed_from=config.resume, reason=reason)
+        self.event("resume" if step else "start", resumed_from=config.resume)
 
     def _introduce(self) -> None:
         """Say what is trained, and on what."""

@@ -32,7 +32,6 @@ from recipe.record.checkpoint import (
     step_path,
 )
 from recipe.record.folder import new_folder, one_sentence
-from recipe.record.spare import kept_state, take_statistics
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
 from recipe.training.state import Progress, Trainables, round_weights
@@ -50,23 +49,14 @@ def resume(
     run_folder: Path,
 ) -> Progress:
     """Go on from the checkpoint that --resume means, on all ranks alike; the start of training if
-    there is none. A later state in a rank's memory comes before one that `auto` finds. Rank 0 then
-    makes the folder ready for what will be written."""
+    there is none. Rank 0 then makes the folder ready for what will be written."""
     progress, world = Progress(), ranks.world
     if config.resume is not None:
-        path, holder, is_from_memory = None, 0, False
+        path = None
         try:
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
-            kept, kept_step = kept_state()
-            if config.resume == "auto":
-                own = [kept_step, step_in_name(path) if path is not None else 0]
-                steps = ranks.rows(torch.tensor(own))
-                is_from_memory = bool(steps[:, 0].max() > steps[0, 1])
-                if is_from_memory:
-                    holder = int(steps[:, 0].argmax())
-                    path = kept if holder == world.rank else None
-            contents = load_on_all_ranks(path, ranks, holder)
+            contents = load_on_all_ranks(path, ranks)
         except OSError as error:
             raise UserError(
                 f"--resume {config.resume}: {error.filename or path or run_folder} cannot be read "
@@ -75,8 +65,6 @@ def resume(
         if contents is not None:
             name = str(path or config.resume)
             progress = restore(contents, parts, config, world, data, name)
-            if is_from_memory:
-                take_statistics(parts.model, progress.step)
             changed = changed_settings(contents, config, world)
             if changed and world.is_first:
                 print(f"warning: {name} was trained with other settings: {changed}", flush=True)
@@ -265,29 +253,26 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[str, Any] | None:
-    """The file of the rank `holder`, on every rank, whether or not the others can read it; None if
-    that has no `path`. All others have none.
+def load_on_all_ranks(path: Path | None, ranks: Ranks) -> dict[str, Any] | None:
+    """Rank 0's file, on every rank, whether or not the others can read it; None if rank 0 has no
+    `path`.
 
     Only bytes travel, in pieces, of which no rank
     holds more than one beside the file; and each rank reads them with weights_only=True: nothing
     that came over the network is ever unpickled freely.
     """
-    send = ranks.sum if holder else ranks.from_first  # of zeros, but for one rank's
     size = path.stat().st_size if path is not None else 0
-    size = int(send(torch.tensor([size], dtype=torch.int64)))
+    size = int(ranks.from_first(torch.tensor([size], dtype=torch.int64)))
     if size == 0:
         return None
     content = io.BytesIO()
     with path.open("rb") if path is not None else nullcontext() as file:
         while (left := size - content.tell()) > 0:
-            num_bytes = min(left, PIECE_BYTES)
-            piece = np.zeros(math.ceil(num_bytes / 8), dtype=np.int64)  # Horovod adds no bytes
-            own = piece.data.cast("B")[:num_bytes]
-            if file is not None and file.readinto(own) < num_bytes:
+            piece = np.zeros(min(left, PIECE_BYTES), dtype=np.uint8)
+            if file is not None and file.readinto(piece.data) < len(piece):
                 raise UserError(f"{path}: was cut short while it was read; start again")
             expect_delay()  # before each: the disk of rank 0 may be slow
-            content.write(send(torch.from_numpy(piece)).numpy().view(np.uint8)[:num_bytes].data)
+            content.write(ranks.from_first(torch.from_numpy(piece)).numpy().data)
     content.seek(0)
     return read_file(content, str(path))
 
