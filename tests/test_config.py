@@ -368,8 +368,8 @@ def test_another_trainers_line_is_corrected_at_once(line: str, corrected: str) -
 
 
 def test_a_rate_of_a_job_is_to_be_divided_where_its_workers_are_not_known() -> None:
-    with pytest.raises(UserError, match="divide .*\n.* --base-lr 0.8/WORKERS --data /images"):
-        read_flags("ddp", 1, "--dist-url env:// --lr 0.8 /images".split(), talk=False)
+    with pytest.raises(UserError, match=r"divide .*\n.* --base-lr 0.8/WORKERS --data /images"):
+        read_flags("ddp", 1, ["--dist-url", "env://", "--lr", "0.8", "/images"], talk=False)
 
 
 def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
