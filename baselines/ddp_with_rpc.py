@@ -6,7 +6,7 @@ The last rank is the server, the others are trainers. A trainer computes the fea
 and calls the server for the last layer's output by RPC. Distributed autograd notes the call, and
 its backward pass goes through the server and back: there it leaves the layer's gradient, here DDP
 averages the trunk's among the trainers as usual. At the end of a step the server has one gradient
-of each trainer. It averages them too, and makes one update.
+of each trainer. It averages them too, and makes one update, for which all wait.
 
 Use it where one layer is too large for each worker and most of its values are of no use to a batch:
 the embeddings of recommender systems and language models, or a classifier of millions of classes.
@@ -31,9 +31,9 @@ if __name__ == "__main__":  # before torch is loaded
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from threading import Lock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
@@ -45,54 +45,31 @@ from recipe.training.state import Trainables
 
 
 # -- On the server ---------------------------------------------------------------------------------
-class HeadServer:
-    """The last layer, and what changes it."""
-
-    def __init__(self, head: nn.Linear, optimizer: torch.optim.Optimizer, trainers: int) -> None:
-        self.head, self.optimizer, self.trainers = head, optimizer, trainers
-        self.lock = Lock()  # each call comes in a thread of its own
-        self.contexts: dict[int, int] = {}  # of this step, by trainer: where their gradients are
-        self.done: torch.futures.Future = torch.futures.Future()  # when the step is
-
-    def take(self, trainer: int, context: int, rate: float) -> torch.futures.Future:
-        """Note where a trainer's gradients are, and make the update if all trainers' are there."""
-        self.contexts[trainer] = context
-        done = self.done
-        if len(self.contexts) == self.trainers:
-            # In one order, whoever came first: the sum has the same bits in each run.
-            gradients = [autograd.get_gradients(self.contexts[n]) for n in range(self.trainers)]
-            for weight in self.head.parameters():
-                weight.grad = sum(of_one[weight] / self.trainers for of_one in gradients)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.contexts.clear()
-            self.done = torch.futures.Future()
-            done.set_result(None)
-        return done
-
-
-def begin(*arguments: object) -> None:
-    """Become the server of what a trainer sends."""
-    global server
-    server = HeadServer(*arguments)
+def begin(*kept: object) -> None:
+    """Keep the last layer, and what changes it, which a trainer sends."""
+    global head, optimizer
+    head, optimizer = kept
 
 
 def classify(features: torch.Tensor) -> torch.Tensor:
     """The last layer's output [N, classes]."""
-    return server.head(features)
+    return head(features)
 
 
-@rpc.functions.async_execution
-def update_head(*arguments: object) -> torch.futures.Future:
-    """Done when `HeadServer.take` has a call of each trainer."""
-    with server.lock:
-        return server.take(*arguments)
+def update_head(contexts: list[int], rate: float) -> None:
+    """Make one update by the mean of the gradients in the trainers' contexts of this step."""
+    # In their order: the sum has the same bits in each run.
+    gradients = [autograd.get_gradients(context) for context in contexts]
+    for weight in head.parameters():
+        weight.grad = sum(of_one[weight] / len(contexts) for of_one in gradients)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
 
 
 def head_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
     """A copy of the last layer and its momentum, for whoever asks by RPC."""
-    return server.head, server.optimizer
+    return head, optimizer
 
 
 # -- On the trainers -------------------------------------------------------------------------------
@@ -116,7 +93,7 @@ class TrunkTrainer(Rung):
         if self.world.is_first:
             optimizer = build_optimizer(model.fc, self.config)
             optimizer.state.update((w, state[w]) for w in model.fc.parameters() if w in state)
-            rpc.rpc_sync(self.server, begin, args=(model.fc, optimizer, self.world.size))
+            rpc.rpc_sync(self.server, begin, args=(model.fc, optimizer))
         self.step = ExitStack()
         trunk = copy.copy(model)  # of the same layers
         trunk._modules = {**model._modules, "fc": nn.Identity()}
@@ -140,15 +117,18 @@ class TrunkTrainer(Rung):
     def update(self, rate: float) -> None:
         """Update the trunk here while the server updates the last layer."""
         with self.step:  # at its end all forget the context
-            arguments = (self.world.rank, self.context, rate)
-            done = rpc.rpc_async(self.server, update_head, args=arguments)
+            contexts = self.ranks.gather(self.context)
+            if self.world.is_first:
+                done = rpc.rpc_async(self.server, update_head, args=(contexts, rate))
             gradients = autograd.get_gradients(self.context)
             for weight in self.weights:
                 weight.grad = gradients[weight]
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()  # without the last layer, which has no gradient here
-            done.wait()
+            if self.world.is_first:
+                done.wait()
+            dist.barrier()  # before one of them asks for the last layer's next output
 
     def whole(self) -> Trainables:
         """The network with the server's last layer, and its momentum."""

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before torch is loaded
 from collections.abc import Callable
 
 import torch
+from torch._utils import _unflatten_dense_tensors as in_shapes_of
 
 from recipe.loop import Rung
 from recipe.meeting import start_mpi
@@ -40,12 +41,10 @@ class PlainMPI(Rung):
         sums = super().forward_backward(images, targets, sync_gradients, lap)
         if sync_gradients:
             weights = [w for group in self.optimizer.param_groups for w in group["params"]]
-            message = torch.cat([weight.grad.flatten() for weight in weights])
+            message = torch.cat([w.grad.flatten() for w in weights])
             message /= self.comm.size
             self.comm.Allreduce(self.in_place, message.numpy())
-            pieces = message.split([weight.numel() for weight in weights])
-            for weight, piece in zip(weights, pieces, strict=True):
-                weight.grad.copy_(piece.view_as(weight))
+            torch._foreach_copy_([w.grad for w in weights], in_shapes_of(message, weights))
         return sums
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ from threading import Lock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _unflatten_dense_tensors as in_shapes_of
 from torch.distributed import rpc
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
@@ -51,12 +52,6 @@ from recipe.record.schema import RungFigures
 from recipe.training.state import Trainables
 
 Answer = tuple[int, torch.Tensor]  # how many updates the weights have had, and all of them: [n]
-
-
-def shaped(values: torch.Tensor, weights: list[nn.Parameter]) -> list[torch.Tensor]:
-    """`values` [n] in pieces of the shapes of `weights`."""
-    pieces = values.split([weight.numel() for weight in weights])
-    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
 
 
 # -- On the server ---------------------------------------------------------------------------------
@@ -86,7 +81,8 @@ class Server:
         if len(self.pushed) == self.group:
             # In one order, whoever came first: the sum has the same bits in each run.
             mean = sum(self.pushed[trainer] / self.group for trainer in sorted(self.pushed))
-            for weight, gradient in zip(self.weights, shaped(mean, self.weights), strict=True):
+            gradients = in_shapes_of(mean, self.weights)
+            for weight, gradient in zip(self.weights, gradients, strict=True):
                 weight.grad = gradient
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * self.group / self.trainers
@@ -147,8 +143,8 @@ class Trainer(Rung):
     def take(self, answer: Answer) -> None:
         """Train on from these weights."""
         self.version, values = answer
-        for weight, value in zip(self.weights, shaped(values, self.weights), strict=True):
-            weight.data.copy_(value)
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, in_shapes_of(values, self.weights))
 
     def whole(self) -> Trainables:
         """The server's weights after all pushes so far, on each trainer."""

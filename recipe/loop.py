@@ -1,7 +1,7 @@
 """The loop around a training step, for the rungs in baselines/, in the order of both train.py.
 
-A rung says what it does differently from one process in a subclass of `Rung`; all that it leaves as
-it is, is the step of baselines/single_process.py, bit by bit.
+A rung says what it does differently from one process in a subclass of `Rung`. The one that leaves
+all as it is, baselines/single_process.py, is the reference for both train.py, bit by bit.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +36,14 @@ from recipe.training.model import (
     update_ema,
 )
 from recipe.training.optimizers import learning_rate
-from recipe.training.state import Progress, Trainables, unscale_and_clip
+from recipe.training.state import (
+    Progress,
+    Trainables,
+    round_weights,
+    train_masters,
+    unscale_and_clip,
+    working_copy,
+)
 from recipe.watch import heartbeat
 from recipe.world import World
 
@@ -146,6 +153,7 @@ class Rung(Trainables):
         unscale_and_clip(self, self.config.clip_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        round_weights(self.fp16_model, self.model)
 
     def measured(self) -> RungFigures:
         """What the rung has measured of itself, when training is complete."""
@@ -176,11 +184,13 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     model = build_model(config, data.num_classes, download=world.is_first)
     if config.weights is not None and world.is_first:
         load_weights(model, config, data.num_classes)
-    rung.model = rung.network = model.to(device)
+    rung.model = model.to(device)
     if config.weights is not None or config.pretrained:
         for values in model.state_dict().values():
             values.copy_(rung.ranks.from_first(values.clone()))
-    rung.optimizer, rung.scaler = build_optimizer(model, config), build_scaler(config, device)
+    rung.network = rung.fp16_model = fp16_model = working_copy(model, config)
+    rung.optimizer, rung.scaler = build_optimizer(fp16_model, config), build_scaler(config, device)
+    train_masters(rung.optimizer, fp16_model, model, rung.ranks)
     rung.criterion, rung.ema = build_criterion(config), build_ema(model, config)
     lr_scale = config.batches_per_allreduce * session.readers.size
     session.resume(config, rung, lr_scale)
@@ -206,7 +216,7 @@ def _step(rung: Rung, session: Session, lr_scale: int, exchange: bool) -> tuple[
         meter.lap("backward")
     if exchange:
         rung.update(rate)
-    rung.model.zero_grad()
+    rung.network.zero_grad()
     update_ema(rung.ema, rung.model, config, progress.step + 1)
     meter.lap("optimizer")
     return sums, rate

@@ -499,18 +499,14 @@ def test_second_call_writes_nothing_and_needs_no_sklearn(
     assert times(digits_cache) == before
 
 
-@pytest.mark.parametrize("damage", ["file removed", "file emptied", "no stamp", "old stamp"])
+@pytest.mark.parametrize("damage", ["removed", "emptied"])
 def test_incomplete_folder_is_replaced(digits_cache: Path, tmp_path: Path, damage: str) -> None:
     own = Path(shutil.copytree(digits_cache, tmp_path / "copy"))
     root = digits.prepare_digits(own)
     victim = next(root.glob("train/3/*.jpg"))
-    stamp = root / digits.STAMP
-    {
-        "file removed": victim.unlink,
-        "file emptied": lambda: victim.write_bytes(b""),
-        "no stamp": stamp.unlink,
-        "old stamp": lambda: stamp.write_text('{"version": 0}'),
-    }[damage]()
+    victim.unlink()
+    if damage == "emptied":
+        victim.touch()
     assert digits.prepare_digits(own) == root
     assert {file.name: file.stat().st_size for file in root.glob("*/*/*.jpg")} == {
         file.name: file.stat().st_size for file in digits_cache.glob("*/*/*/*.jpg")
@@ -677,26 +673,6 @@ def test_damaged_index(made: Path, damage: str) -> None:
         content = {"cut": file[: len(file) // 2], "changed": changed, "text": b"<html>404</html>"}
         index.write_bytes(content[damage])
     with pytest.raises(UserError, match="cannot be read as an index of shards"):
-        open_shards(made / "train")
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("images_per_shard", lambda old: np.int64(0)),
-        ("images_per_shard", lambda old: np.int64(1)),
-        ("labels", lambda old: old + 99),
-        ("labels", lambda old: old - 1),
-        ("offsets", lambda old: old[:-1]),
-        ("checksums", lambda old: old[:-1]),
-        ("shard_bytes", lambda old: old[:-1]),
-    ],
-)
-def test_an_index_that_contradicts_itself(made: Path, name: str, wrong: Callable) -> None:
-    index = made / "train" / INDEX
-    arrays = read_arrays(index)
-    np.savez(index, **{**arrays, name: wrong(arrays[name])})
-    with pytest.raises(UserError, match=f"{name}.* contradict its"):
         open_shards(made / "train")
 
 

@@ -154,23 +154,6 @@ def test_a_training_on_names_that_are_not_utf_8(
     assert not list((folder / "checkpoints").glob("set-aside*/best.pt"))
 
 
-@pytest.mark.launch
-def test_a_rung_goes_on_without_a_reader(images: Path, tmp_path: Path) -> None:
-    """Which has no run folder."""
-    words = [
-        "--data",
-        str(images),
-        "--cache-dir",
-        str(tmp_path),
-        "--epochs",
-        "1",
-        "--max-steps",
-        "3",
-    ]
-    command = shlex.join([*words_of("python", TRAINERS["single_process"]), *words])
-    run(["bash", "-c", f"set -o pipefail; {command} | head -1"]).checked()
-
-
 def test_a_full_pipe_that_does_not_wait_is_no_silent_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a parent process may leave it, by O_NONBLOCK."""
     reader, writer = os.pipe()

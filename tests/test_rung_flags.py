@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import pytest
 from making import a_config, a_world, folder_config, write_images
 
+import baselines
 import recipe.loop
 import recipe.start
-from baselines import single_process
 from recipe.data.batches import open_data
 from recipe.errors import UserError
 from recipe.loop import ENGINES_OWN, Rung
 from recipe.settings import config as settings_of
-from recipe.settings.config import Config, without_effect
+from recipe.settings.config import Config
 from recipe.settings.flags import SECTIONS
 from recipe.start import Hooks
 
@@ -33,8 +33,8 @@ NAMES = [
     if HAS_TIMM or name not in OF_TIMM
 ]
 ARCH, OPTIMIZER = ("timm:resnet10t", "lars") if HAS_TIMM else ("resnet18", "sgd")
-SCRIPTS = {path.stem for path in Path(single_process.__file__).parent.glob("*.py")}
-RUNGS = sorted(SCRIPTS - {"__init__", "mpi_allreduce", "single_process"})
+SCRIPTS = {path.stem for path in Path(baselines.__file__).parent.glob("*.py")}
+RUNGS = sorted(SCRIPTS - {"__init__", "mpi_allreduce"})
 Readers = dict[str, set[CodeType]]  # by flag: the functions that ask for it by name
 
 
@@ -71,9 +71,7 @@ TRAININGS: list[dict[str, Any]] = [
         "lr_scheduler": "step",
     },
     {"lr_scheduler": "cosine", "precision": "bf16"},
-    {"warmup_epochs": 1},
-]
-OF_RUNGS: list[dict[str, Any]] = [
+    {"warmup_epochs": 1, "precision": "O2"},
     {"name": "kept", "model_ema": True, "checkpoint_steps": 1},
     {
         "name": "kept",
@@ -87,32 +85,24 @@ OF_RUNGS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Readers]:
-    """Who asks for which flag while a rung trains, and while single_process.py does."""
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Readers:
+    """Who asks for which flag while a rung trains."""
     root = tmp_path_factory.mktemp("images")
     write_images(root / "train", 4)
     write_images(root / "val", 2)
     common = {"arch": "resnet18", "epochs": 2, "max_steps": 2, "warmup_epochs": 0}
     common |= dict.fromkeys(("train_crop_size", "val_resize_size", "val_crop_size"), 64)
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_process, "LACKS", ())
-        for script, trainings in {"single": TRAININGS, "rung": [*OF_RUNGS, *TRAININGS]}.items():
-            Noted.readers = defaultdict(set)
-            for flags in trainings:
-                if "resume" in flags:
-                    (root / "val" / "a" / "0.png").unlink()
-                if "weights" in flags:
-                    flags["weights"] = str(root / flags["weights"])
-                config = Noted(**vars(folder_config(root, log_dir=str(root), **common | flags)))
-                if script == "rung":
-                    Alone.main(config, a_world(), Hooks())
-                else:
-                    single_process.main(config, a_world())
-            open_data(replace(config, data="synthetic", train_dir=None))
-            settings_of._resolve(config)
-            found[script] = Noted.readers
-    return found
+    Noted.readers = defaultdict(set)
+    for flags in TRAININGS:
+        if "resume" in flags:
+            (root / "val" / "a" / "0.png").unlink()
+        if "weights" in flags:
+            flags["weights"] = str(root / flags["weights"])
+        config = Noted(**vars(folder_config(root, log_dir=str(root), **common | flags)))
+        Alone.main(config, a_world(), Hooks())
+    open_data(replace(config, data="synthetic", train_dir=None))
+    settings_of._resolve(config)
+    return Noted.readers
 
 
 def methods(kind: type) -> dict[str, CodeType]:
@@ -145,7 +135,7 @@ def went(*_: Any) -> None:
 
 @pytest.mark.parametrize("script", RUNGS)
 def test_each_flag_has_its_effect_or_is_refused(
-    script: str, readers: dict[str, Readers], monkeypatch: pytest.MonkeyPatch
+    script: str, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rung = importlib.import_module(f"baselines.{script}").main.__self__
     monkeypatch.setattr(recipe.loop, "choose_device", went)
@@ -154,7 +144,7 @@ def test_each_flag_has_its_effect_or_is_refused(
     for name in NAMES:
         with pytest.raises((Went, UserError)) as found:
             rung(given(name), world)
-        if found.type is Went and not is_read(name, rung, readers["rung"]):
+        if found.type is Went and not is_read(name, rung, readers):
             ignored.append(name)
     assert ignored == []
 
@@ -178,15 +168,3 @@ def test_no_check_of_weights_may_be_asked_for_where_there_is_none(
     for steps, ends in ((0, Went), (7, UserError)):
         with pytest.raises(ends):
             rung(replace(a_config(), weight_check_steps=steps), a_world(0, 2, launcher="torchrun"))
-
-
-def test_in_one_process_too(readers: dict[str, Readers], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_process, "open_data", went)
-    ignored = []
-    for name in NAMES:
-        with pytest.raises((Went, UserError)) as found:
-            single_process.main(given(name), a_world())
-        is_told = without_effect(given(name), a_config(), "single", world_size=1)
-        if found.type is Went and not readers["single"][name] and not is_told:
-            ignored.append(name)
-    assert ignored == []

@@ -59,6 +59,7 @@ ENGINES = {
     "mpi4py": Engine(
         "baselines/mpi4py_train.py", "mpi4py", False, "baselines/mpi_allreduce.py", ablates=True
     ),
+    "single_process": rung("single_process", is_one_worker=True),
     "data_parallel": rung("data_parallel", has_one_replica=True, is_one_worker=True),
     "parameter_averaging": rung("parameter_averaging"),
     "zero_optimizer": rung("zero_optimizer"),

@@ -218,7 +218,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
         *_mistakes_of_the_start(config),
         *_mistakes_of_the_recipe(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
-        *_mistakes_with_fp16_weights(config, engine),
+        *_mistakes_with_fp16_weights(config),
     )
 
 
@@ -428,13 +428,8 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
     ]
 
 
-def _mistakes_with_fp16_weights(config: Config, engine: str) -> Mistakes:
+def _mistakes_with_fp16_weights(config: Config) -> Mistakes:
     return [
-        (
-            config.has_fp16_weights and engine not in ("ddp", "horovod", "single"),
-            f"--precision {config.precision}: has fp16 weights, which only horovod_train/train.py, "
-            "ddp_train/train.py and baselines/single_process.py have; use --precision fp16",
-        ),
         (
             config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
             f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the "
@@ -513,7 +508,7 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
         "progressive resizing": (config.first_crop_size, "--first-crop-size is not given"),
         "new weights": (not (config.pretrained or config.weights), "the weights are loaded"),
         "Horovod's sum": (
-            engine in ("horovod", "single"),
+            engine == "horovod",
             "without Horovod gradients are always divided by the number of workers before the sum",
         ),
         "fp16 weights": (config.has_fp16_weights, "--precision is neither O2 nor O3"),
@@ -527,8 +522,8 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
         ),
         "BCE": (config.loss == "bce", f"--loss is {config.loss}"),
         "LARS": (config.optimizer == "lars", f"--optimizer is {config.optimizer}"),
-        "ddp": (engine in ("ddp", "single"), "only DDP has such a setting"),
-        "horovod": (engine in ("horovod", "single"), "only Horovod has such a setting"),
+        "ddp": (engine == "ddp", "only DDP has such a setting"),
+        "horovod": (engine == "horovod", "only Horovod has such a setting"),
     }
     return {need: "" if is_there else words for need, (is_there, words) in needs.items()}
 
