@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipe.loop import Rung
-from recipe.training.model import blocks_of, build_optimizer
+from recipe.training.model import build_optimizer
 
 
 def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
@@ -37,7 +37,12 @@ def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
     they stand, as those of torchvision's networks do."""
     size = sum(weight.numel() for weight in model.parameters())
     before = 0
-    for block in blocks_of(model):
+    blocks = [
+        block
+        for child in model.children()
+        for block in (child if isinstance(child, nn.Sequential) else [child])
+    ]
+    for block in blocks:
         own = sum(weight.numel() for weight in block.parameters())
         if 2 * before < size:
             before += own

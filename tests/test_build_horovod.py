@@ -240,8 +240,8 @@ def test_launch_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_pa
     number = tmp_path / "pid"
     launcher = ["sh", "-c", f"sleep 600 & echo $! > {number}; echo began; wait"]
     started = time.monotonic()
-    with pytest.raises(BuildError, match="did not end:\nbegan"):
-        build_horovod.check_launch("a launcher", launcher, ranks=2)
+    with pytest.raises(BuildError, match="no end in 1 s:\nbegan"):
+        build_horovod.check_launch("a launcher", "Gloo", launcher, ranks=2)
     assert time.monotonic() - started < 300, "hangs until its child ends"
     state = Path(f"/proc/{number.read_text().strip()}/stat")
 
@@ -254,15 +254,10 @@ def test_launch_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_pa
     wait_until(has_ended, 20)  # a process that was killed takes a moment to die
 
 
-def test_check_that_a_busy_machine_does_not_end_is_no_lack_of_parts(monkeypatch):
-    monkeypatch.setattr(build_horovod, "CHECK_TIMEOUT", 1)
-    monkeypatch.setattr(build_horovod, "HOROVODRUN", ["sh", "-c", "sleep 600"])
-    with pytest.raises(BuildError, match="did not end in 1 s; call this again"):
-        build_horovod.check({"mpi": None, "gpu": None}, {})
-
-
 def test_launch_that_sums_on_too_few_ranks_is_no_proof():
     say = "print('the sum is right: 2 ranks over Gloo.', end='')"  # lines may run together
-    with pytest.raises(BuildError, match="ended with exit code 0"):
-        build_horovod.check_launch("a launcher", [sys.executable, "-c", say], ranks=2)
-    build_horovod.check_launch("a launcher", [sys.executable, "-c", f"{say};{say}"], ranks=2)
+    with pytest.raises(BuildError, match="exit code 0"):
+        build_horovod.check_launch("a launcher", "Gloo", [sys.executable, "-c", say], ranks=2)
+    build_horovod.check_launch(
+        "a launcher", "Gloo", [sys.executable, "-c", f"{say};{say}"], ranks=2
+    )

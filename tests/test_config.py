@@ -332,7 +332,7 @@ def test_refusal_is_one_line_and_exit_code_2(
             "--ra-sampler --ra-reps 4 --use-deterministic-algorithms --opt sgd_nesterov "
             "--output-dir=. --backend tensor --use-v2 --device cuda --lr-scheduler steplr",
             "--data /images --model resnet50 --base-lr 0.0625 --precision fp16 --batch-norm sync "
-            "--augment-repeats 4 --ra-reps 4 --deterministic --optimizer sgd --nesterov "
+            "--ra-reps 4 --deterministic --optimizer sgd --nesterov "
             "--log-dir . --lr-scheduler steplr",
         ),
         (

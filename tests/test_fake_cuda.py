@@ -38,7 +38,7 @@ from recipe.data.batches import Data, training_batches
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.start import Hooks
-from recipe.training.batch_norm import align_batch_norm, flat_batch_norm
+from recipe.training.batch_norm import align_batch_norm
 from recipe.training.metrics import batch_sums, evaluate
 from recipe.training.model import build_ema, build_model, update_ema
 from recipe.training.state import Progress, Trainables, copy_buffers
@@ -153,8 +153,6 @@ def test_averages(batch_norm: str) -> None:
         update_ema(ema, model, config, step)
     copy_buffers(model, ema.module)
     assert on_gpu(*ema.module.parameters(), *ema.module.buffers())
-    with flat_batch_norm(model) as statistics:
-        assert on_gpu(statistics)
     sent: list[torch.Tensor] = []
 
     def exchange(values: torch.Tensor) -> torch.Tensor:

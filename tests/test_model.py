@@ -24,7 +24,7 @@ from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.fingerprint import weights_sha256
 from recipe.settings.config import Config, is_resnet
-from recipe.training.batch_norm import SyncBatchNorm, flat_batch_norm, replace_batch_norm
+from recipe.training.batch_norm import SyncBatchNorm, align_batch_norm, replace_batch_norm
 from recipe.training.metrics import batch_sums, evaluate, means, validate
 from recipe.training.model import (
     NORMS,
@@ -364,16 +364,20 @@ def test_binary_cross_entropy_with_a_threshold() -> None:
         assert torch.equal(criterion(outputs, targets), plain(outputs, counted))
 
 
-def test_flat_batch_norm() -> None:
+@pytest.mark.parametrize("batch_norm", ["local", "average", "sync"])
+def test_statistics_of_batch_norm_travel_in_one_message(batch_norm: str) -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(1, 1, 1), nn.BatchNorm1d(3))
-    with flat_batch_norm(model) as flat:
-        assert flat.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
-        flat.copy_(torch.arange(10.0))
-    assert model[0].running_var.tolist() == [2, 3]
-    assert model[2].running_mean.tolist() == [4, 5, 6]
+    exchange = Mock(return_value=torch.arange(10.0))
+    ranks = Ranks(a_world(0, 1), exchange, exchange)
+    align_batch_norm(nn.Linear(1, 1), a_config(batch_norm=batch_norm), ranks)
+    assert exchange.call_count == 0
+    align_batch_norm(model, a_config(batch_norm=batch_norm), ranks)
+    assert exchange.call_count == int(batch_norm != "sync")
+    if batch_norm != "sync":
+        assert exchange.call_args.args[0].tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1]
+        assert model[0].running_var.tolist() == [2, 3]
+        assert model[2].running_mean.tolist() == [4, 5, 6]
     assert model[0].num_batches_tracked == 0
-    with flat_batch_norm(nn.Linear(1, 1)) as flat:
-        flat += 1  # of a model without: a message of some length travels all the same
 
 
 def draw(step: int, rank: int, seed: int = 42) -> float:

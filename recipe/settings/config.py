@@ -308,6 +308,8 @@ def _mistakes_of_the_start(config: Config) -> Mistakes:
 def _mistakes_of_the_recipe(config: Config) -> Mistakes:
     warmup = config.batch_size_warmup_epochs
     turns = (config.warmup_epochs, *config.lr_restart_epochs, config.epochs)
+    first_size = config.first_crop_size
+    begin, end = config.resize_epochs or (0, 0)
     return [
         *[
             (
@@ -335,7 +337,16 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             f"--drop-path {config.drop_path}: torchvision's {config.arch} has no stochastic depth "
             "that could be set; take one of timm's networks, such as --arch timm:resnet50",
         ),
-        *(_mistakes_of_resizing(config) if config.first_crop_size is not None else []),
+        (
+            first_size is not None and first_size > config.train_crop_size,
+            f"--first-crop-size {first_size}: larger than --train-crop-size "
+            f"{config.train_crop_size}; images can only grow",
+        ),
+        (
+            first_size is not None and not 0 <= begin < end <= config.epochs,
+            f"--first-crop-size {first_size}: say when images grow, by --resize-epochs BEGIN END "
+            f"with 0 <= BEGIN < END <= {config.epochs}",
+        ),
         (
             config.lr_restart_epochs and any(one >= next_one for one, next_one in pairwise(turns)),
             f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
@@ -353,23 +364,6 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
                 "--first-crop-size": config.first_crop_size,
             }.items()
         ],
-    ]
-
-
-def _mistakes_of_resizing(config: Config) -> Mistakes:
-    first_size = config.first_crop_size or 0
-    begin, end = config.resize_epochs or (0, 0)
-    return [
-        (
-            first_size > config.train_crop_size,
-            f"--first-crop-size {first_size}: larger than --train-crop-size "
-            f"{config.train_crop_size}; images can only grow",
-        ),
-        (
-            not 0 <= begin < end <= config.epochs,
-            f"--first-crop-size {first_size}: say when images grow, by --resize-epochs BEGIN END "
-            f"with 0 <= BEGIN < END <= {config.epochs}",
-        ),
     ]
 
 

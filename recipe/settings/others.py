@@ -8,6 +8,7 @@ tutorial by K. Xu. Flags that they and these trainers share are not listed.
 
 import difflib
 import math
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,7 +63,9 @@ OTHERS_FLAGS = {
     "--print-freq": Other("--log-interval {value}"),
     "-p": Other("--log-interval {value}"),
     "--ra-magnitude": Other(why="--auto-augment rand-m9 sets it, with timm's RandAugment"),
-    "--ra-sampler": Other("--augment-repeats {repeats}", takes_value=False),
+    "--ra-sampler": Other(
+        "{repeats}", "--augment-repeats, or --ra-reps, is its number", takes_value=False
+    ),
     "--rank": Other(why=LAUNCHER),
     "--start-epoch": Other(why="--resume goes on where its checkpoint was kept"),
     "--sync-bn": Other("--batch-norm sync", takes_value=False),
@@ -120,10 +123,9 @@ def in_our_words(
         if replaced in corrected:  # of a flag given twice the last one counts
             place = corrected.index(replaced)
             del corrected[place : place + 1 + FLAG_NAMES[replaced]]
-        for part in other.words.split():
-            whole = part.format(**values)
-            corrected += [whole] if part == "{value}" else whole.split()
-        advice = f"write {other.words.format(**values)}" if other.words else "leave it out"
+        instead = other.words.format(**values)
+        corrected += shlex.split(instead)
+        advice = f"write {instead}" if instead else "leave it out"
         reason = f"; {other.why.format(**values)}" if other.why else ""
         shown = word if equals or word == value else f"{word} {value}".strip()
         told.append(f"{shown}: {advice}{reason}")
@@ -147,13 +149,13 @@ def _values(value: str, config: Config, world_size: int) -> dict[str, str]:
     number = float(value) if value.replace(".", "", 1).isdecimal() else math.nan
     steps = range(int(number), config.epochs, int(number)) if number >= 1 else ()
     return {
-        "value": value,
+        "value": shlex.quote(value),
         "per_worker": f"{number / world_size / config.batches_per_allreduce:.6g}",
         "per_256": f"{number * config.batch_size / 256:.6g}",
         "world_size": str(world_size),
         "per_8": f"{number / 8 / config.batches_per_allreduce:.6g}",
-        "multiples": " ".join(map(str, steps)) or value,
-        "repeats": str(config.augment_repeats if config.augment_repeats > 1 else 3),
+        "multiples": " ".join(map(str, steps)) or shlex.quote(value),
+        "repeats": "--augment-repeats 3" if config.augment_repeats == 1 else "",
     }
 
 

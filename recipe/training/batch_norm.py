@@ -5,13 +5,13 @@ Forward and backward pass send one message a layer each: sums in float64, so tha
 good as if it were computed in two passes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from recipe.errors import UserError
 from recipe.ranks import Ranks
@@ -130,10 +130,9 @@ def replace_batch_norm(
     return module
 
 
-@contextmanager
-def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All running means and variances of BatchNorm as one vector, for the ranks to exchange in one
-    message; written back at the end."""
+def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
+    """Give all ranks the same running means and variances of BatchNorm, exchanged in one message;
+    with --batch-norm sync they have them."""
     buffers = [
         buffer
         for module in model.modules()
@@ -141,23 +140,11 @@ def flat_batch_norm(model: nn.Module) -> Iterator[torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name in ("running_mean", "running_var")
     ]
-    flat = (
-        torch.cat([buffer.flatten().to(buffers[0].device) for buffer in buffers])
-        if buffers  # of a network on two GPUs they are on both
-        else torch.zeros(1)
-    )
-    yield flat
-    for buffer, values in zip(
-        buffers, flat.split([buffer.numel() for buffer in buffers] or 1), strict=bool(buffers)
-    ):
-        buffer.copy_(values.view_as(buffer))
-
-
-def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Give all ranks the same BatchNorm statistics; with --batch-norm sync they have them."""
-    if config.batch_norm != "sync":
-        with flat_batch_norm(model) as statistics:
-            if config.batch_norm == "average":
-                statistics.copy_(ranks.sum(statistics) / ranks.world.size)
-            else:
-                statistics.copy_(ranks.from_first(statistics))
+    if config.batch_norm != "sync" and buffers:
+        # Those of a network on two GPUs are on both.
+        flat = _flatten_dense_tensors([buffer.to(buffers[0].device) for buffer in buffers])
+        if config.batch_norm == "average":
+            flat = ranks.sum(flat) / ranks.world.size
+        else:
+            flat = ranks.from_first(flat)
+        torch._foreach_copy_(buffers, _unflatten_dense_tensors(flat, buffers))

@@ -162,15 +162,6 @@ def give_gradients_their_layout(model: nn.Module) -> None:
             weight.data = weight.data.as_strided(weight.shape, strides)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The children of a network, and in the place of a Sequential its children."""
-    return [
-        block
-        for child in model.children()
-        for block in (child if isinstance(child, nn.Sequential) else [child])
-    ]
-
-
 def stages_of(model: nn.Module) -> list[nn.Module]:
     """The children of a network, such as a ResNet's four stages; where a single Sequential holds
     all stages or blocks, its children in its place."""
