@@ -64,9 +64,8 @@ def main() -> None:
 def set_up() -> str:
     """Do the steps that are not done yet; what was done, in a word. Exits with a message for the
     user where one fails."""
-    venv = Path(os.path.abspath(os.environ.get("VENV") or ".venv"))
-    if venv.is_symlink():  # to a scratch disk, say: Python makes no environment through a link
-        venv = venv.resolve()
+    # Python makes no environment through a link, to a scratch disk, say.
+    venv = Path(os.environ.get("VENV") or ".venv").resolve()
     before = read_stamps(venv)
     asked = {x: os.environ.get(x) or before.get(x, REMEMBERED[x]) for x in REMEMBERED}
     if asked["NCCL"] not in ("auto", "0", "1"):
@@ -82,10 +81,8 @@ def set_up() -> str:
     for step, key in keys.items():
         if (stamps := read_stamps(venv)).get(step) != key:
             STEPS[step](venv, asked)
-            temporary = venv / f"{STAMPS}.new"
             done = {**stamps, step: key, **asked, "VENV": str(venv)}
-            temporary.write_text(json.dumps(done, indent=2) + "\n")
-            temporary.replace(venv / STAMPS)
+            (venv / STAMPS).write_text(json.dumps(done, indent=2) + "\n")
     return f"done ({venv})"
 
 
@@ -132,21 +129,19 @@ def preflight(with_horovod: bool) -> list[str]:
     that Debian's python3-venv is missing, uv, pip and venv say themselves."""
     machine, this = f"{platform.system()} on {platform.machine()}", f"python3.{sys.version_info[1]}"
     is_known = machine in ("Linux on x86_64", "Linux on aarch64")
-    problems = [
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    return [
         ""
         if is_known
         else f"{machine}: Horovod and NCCL want Linux on x86_64 or aarch64. On Windows use WSL2; "
         "on a Mac a Linux container.",
         check_python(sys.version_info[:3], os.environ.get("PATH", "")),
+        check_compiler(os.environ.get("CXX") or "g++") if with_horovod else "",
+        ""
+        if has_headers or not with_horovod
+        else "Python.h: this Python came without its C headers, which Horovod is compiled with. "
+        f"Debian, Ubuntu: the package {this}-dev. WITHOUT_HOROVOD=1 sets up all the rest.",
     ]
-    if with_horovod:
-        problems.append(check_compiler(os.environ.get("CXX") or "g++"))
-    if with_horovod and not Path(sysconfig.get_path("include"), "Python.h").exists():
-        problems.append(
-            "Python.h: this Python came without its C headers, which Horovod is compiled with. "
-            f"Debian, Ubuntu: the package {this}-dev. WITHOUT_HOROVOD=1 sets up all the rest."
-        )
-    return problems
 
 
 def check_python(version: tuple, path: str) -> str:
