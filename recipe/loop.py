@@ -26,6 +26,7 @@ from recipe.settings.flags import spelled
 from recipe.start import Hooks
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import (
+    Criterion,
     autocast,
     build_criterion,
     build_ema,
@@ -91,7 +92,7 @@ class Rung(Trainables):
     data: Data
     progress: Progress
     network: nn.Module  # what the forward pass calls: the model, or what the rung makes of it
-    criterion: nn.Module
+    criterion: Criterion
 
     def __init__(self, config: Config, world: World) -> None:
         """UserError for settings that it lacks, and if it was not started as it must be."""

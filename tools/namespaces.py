@@ -116,18 +116,19 @@ def hosts(
     mark = uuid.uuid4().hex[:6]
     bridge = f"br-{mark}"
     made: list[Host] = []
-    namespaces: list[str] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: [host.sshd.wait(10) for host in made])
         ip("link", "add", bridge, "type", "bridge")
+        undo.callback(ip, "link", "delete", bridge, check=False)
         ip("link", "set", bridge, "up")
         if reach_here:
             ip("address", "add", f"{SUBNET}.1/24", "dev", bridge)
         for number, name in enumerate(names):
             namespace = f"{name}-{mark}"
-            namespaces.append(namespace)
             address = f"{SUBNET}.{10 + number}"
             outside = f"v{number}-{mark}"
             ip("netns", "add", namespace)
+            undo.callback(remove_namespace, namespace)
             ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", namespace)
             ip("link", "set", outside, "master", bridge, "up")
             ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
@@ -137,13 +138,6 @@ def hosts(
         for host in made:
             wait_until_reachable(host, made[0], folder)
         yield made
-    finally:
-        for namespace in namespaces:
-            end_all_in(namespace)
-            ip("netns", "delete", namespace, check=False)  # and its veth pair with it
-        ip("link", "delete", bridge, check=False)
-        for host in made:
-            host.sshd.wait(10)
 
 
 def give_cores(made: Sequence[Host]) -> list[str]:
@@ -239,11 +233,12 @@ def pids_in(namespace: str) -> list[int]:
     return [int(pid) for pid in subprocess.run(command, capture_output=True).stdout.split()]
 
 
-def end_all_in(namespace: str) -> None:
-    """Kill whatever runs in a network namespace, until nothing does."""
+def remove_namespace(namespace: str) -> None:
+    """Kill whatever runs in a network namespace, until nothing does, and remove it."""
     deadline = time.monotonic() + 2
     while (pids := pids_in(namespace)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
         time.sleep(0.1)
+    ip("netns", "delete", namespace, check=False)  # and its veth pair with it

@@ -3,7 +3,9 @@
 import difflib
 import itertools
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pickle import UnpicklingError
 from typing import Any
 
@@ -28,6 +30,7 @@ NORMS = (
 # ResNet-18 with one block for each two, as in Simon et al. 2016 (arXiv 1612.01452): 4.9 million
 # weights. torchvision has its parts, and not its name.
 RESNET10 = "resnet10"
+Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
@@ -327,30 +330,29 @@ def build_scaler(config: Config, device: torch.device) -> LossScaler:
     return LossScaler(device.type, None if scale == "dynamic" else scale)
 
 
-def build_criterion(config: Config) -> nn.Module:
+def build_criterion(config: Config) -> Criterion:
     """The training loss, a mean: outputs [N, classes], and labels [N] or shares of classes [N,
     classes], to a number."""
+    smoothing = config.label_smoothing
     if config.loss == "cross-entropy":
-        return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    return BinaryCrossEntropy(config.label_smoothing, config.bce_target_threshold)
+        return partial(nn.functional.cross_entropy, label_smoothing=smoothing)
+    return partial(
+        binary_cross_entropy, label_smoothing=smoothing, threshold=config.bce_target_threshold
+    )
 
 
-class BinaryCrossEntropy(nn.Module):
+def binary_cross_entropy(
+    outputs: torch.Tensor, targets: torch.Tensor, label_smoothing: float, threshold: float | None
+) -> torch.Tensor:
     """Each class is a question of its own, as in Wightman et al. 2021 (arXiv 2110.00476): with a
     `threshold`, a class whose share is above it counts in full. Label smoothing then spreads a
     share of the targets over all classes, as for cross-entropy."""
-
-    def __init__(self, label_smoothing: float, threshold: float | None) -> None:
-        super().__init__()
-        self.label_smoothing, self.threshold = label_smoothing, threshold
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if targets.dim() == 1:
-            targets = nn.functional.one_hot(targets, outputs.shape[1])
-        if self.threshold is not None:
-            targets = targets > self.threshold
-        smoothed = targets * (1 - self.label_smoothing) + self.label_smoothing / outputs.shape[1]
-        return nn.functional.binary_cross_entropy_with_logits(outputs.float(), smoothed)
+    if targets.dim() == 1:
+        targets = nn.functional.one_hot(targets, outputs.shape[1])
+    if threshold is not None:
+        targets = targets > threshold
+    smoothed = targets * (1 - label_smoothing) + label_smoothing / outputs.shape[1]
+    return nn.functional.binary_cross_entropy_with_logits(outputs.float(), smoothed)
 
 
 def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:
