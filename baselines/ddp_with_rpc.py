@@ -22,7 +22,7 @@ With two trainers the weights are bit-equal to those of ddp_train/train.py with 
 with one to single_process.py. With more, only the order of additions in the last layer is another.
 """
 
-from recipe.errors import UserError
+from recipe.errors import refuse
 from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
@@ -85,11 +85,11 @@ class TrunkTrainer(Rung):
     def distribute(self) -> None:
         """Send the last layer to the server; let DDP train the others."""
         model, state = self.model, self.optimizer.state
-        if not isinstance(getattr(model, "fc", None), nn.Linear):
-            raise UserError(
-                f"--arch {self.config.arch}: this script takes a network's layer `fc` apart, which "
-                "it lacks; choose a resnet, regnet or shufflenet"
-            )
+        refuse((
+            not isinstance(getattr(model, "fc", None), nn.Linear),
+            f"--arch {self.config.arch}: this script takes a network's layer `fc` apart, which "
+            "it lacks; choose a resnet, regnet or shufflenet",
+        ))  # fmt: skip
         if self.world.is_first:
             optimizer = build_optimizer(model.fc, self.config)
             optimizer.state.update((w, state[w]) for w in model.fc.parameters() if w in state)
@@ -123,8 +123,6 @@ class TrunkTrainer(Rung):
             gradients = autograd.get_gradients(self.context)
             for weight in self.weights:
                 weight.grad = gradients[weight]
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
             self.optimizer.step()  # without the last layer, which has no gradient here
             if self.world.is_first:
                 done.wait()

@@ -15,10 +15,8 @@ gained. The weights are bit-equal to those of ddp_train, as the same kernels com
 numbers, wherever they are.
 """
 
-from recipe.settings.config import Config
-from recipe.errors import UserError
+from recipe.errors import refuse
 from recipe.start import run_script
-from recipe.world import World
 
 if __name__ == "__main__":  # before torch is loaded
     run_script(__file__)
@@ -59,18 +57,18 @@ class TwoDevices(Rung):
     name = "model_parallel"
     lacks = ("model_ema",)  # the average would have to be split as well
 
-    def __init__(self, config: Config, world: World) -> None:
-        super().__init__(config, world)
+    def prepare(self) -> None:
+        """Take two GPUs."""
         self.second = self.device
         if self.device.type == "cuda":
             number = torch.cuda.device_count()
-            if number < 2:
-                raise UserError(
-                    f"each rank needs two GPUs, and one on {world.host} sees {number}: start fewer "
-                    "ranks, or pass --no-cuda"
-                )
+            refuse((
+                number < 2,
+                f"each rank needs two GPUs, and one on {self.world.host} sees {number}: start "
+                "fewer ranks, or pass --no-cuda",
+            ))  # fmt: skip
             # A rank may see its own two alone; whether two ranks share one is checked later.
-            own = 2 * (world.local_rank % (number // 2))
+            own = 2 * (self.world.local_rank % (number // 2))
             self.device, self.second = torch.device("cuda", own), torch.device("cuda", own + 1)
             self.devices = [self.device, self.second]
             torch.cuda.set_device(self.device)

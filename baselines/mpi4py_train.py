@@ -6,9 +6,7 @@ When the backward passes of a step are over, one message averages all gradients:
 behind computation. An engine that is not faster than this is not worth its installation.
 """
 
-from recipe.settings.config import Config
 from recipe.start import run_script
-from recipe.world import World
 
 if __name__ == "__main__":  # before torch is loaded
     run_script(__file__)
@@ -29,9 +27,9 @@ class PlainMPI(Rung):
     name, transport, launcher, has_group, is_for_cpu = "mpi4py", "MPI", None, False, True
     has, lacks = ("transport",), ("transport gloo", "transport nccl")
 
-    def __init__(self, config: Config, world: World) -> None:
-        super().__init__(config, world)
-        mpi = start_mpi(world, "start ddp_train/train.py with torchrun")
+    def prepare(self) -> None:
+        """Start MPI."""
+        mpi = start_mpi(self.world, "start ddp_train/train.py with torchrun")
         self.comm, self.in_place = mpi.COMM_WORLD, mpi.IN_PLACE
 
     def forward_backward(

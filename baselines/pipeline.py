@@ -23,10 +23,8 @@ there BatchNorm normalises by all images. Without BatchNorm (or dropout, which e
 itself) only the order of additions differs.
 """
 
-from recipe.settings.config import Config
-from recipe.errors import UserError
+from recipe.errors import refuse
 from recipe.start import run_script
-from recipe.world import World
 
 if __name__ == "__main__":  # before torch is loaded
     run_script(__file__)
@@ -58,15 +56,15 @@ class Pipeline(Rung):
         "weight_check_steps",  # each rank has its own
     )  # fmt: skip
 
-    def __init__(self, config: Config, world: World) -> None:
-        super().__init__(config, world)
-        stages, count = world.size, config.batches_per_allreduce
-        if count < stages:
-            raise UserError(
-                f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs "
-                f"one a stage; give {stages} or more, and a smaller --batch-size"
-            )
-        self.readers = replace(world, rank=0, size=1)  # each rank reads all images
+    def prepare(self) -> None:
+        """Have each rank read all images, and count its time."""
+        stages, count = self.world.size, self.config.batches_per_allreduce
+        refuse((
+            count < stages,
+            f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs "
+            f"one a stage; give {stages} or more, and a smaller --batch-size",
+        ))  # fmt: skip
+        self.readers = replace(self.world, rank=0, size=1)  # each rank reads all images
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
         self.clock = StepClock(self.device)
         self.seconds = self.idle_seconds = 0.0  # of all steps; of this rank without work in them

@@ -27,9 +27,7 @@ nearly equal: micro-batches reach a piece in any order, and so do their gradient
 """
 
 from recipe.ranks import Ranks
-from recipe.settings.config import Config
 from recipe.start import run_script
-from recipe.world import World
 
 if __name__ == "__main__":  # before torch is loaded
     run_script(__file__)
@@ -98,13 +96,13 @@ class Driver(Rung):
         "weight_check_steps",  # each rank has its own
     )  # fmt: skip
 
-    def __init__(self, config: Config, world: World) -> None:
-        super().__init__(config, world)
+    def prepare(self) -> None:
+        """Rank 0 trains alone."""
         optimizers_log = logging.getLogger("torch.distributed.optim.optimizer")
         optimizers_log.setLevel(logging.ERROR)  # "might be slow"
-        self.trains = world.is_first  # the others hold pieces
-        self.workers, self.world = world.size, replace(self.world, size=1, local_size=1)
-        self.ranks = Ranks(self.world)  # the driver trains alone
+        self.trains, self.workers = self.world.is_first, self.world.size  # the others hold pieces
+        self.world = replace(self.world, size=1, local_size=1)
+        self.ranks = Ranks(self.world)
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
         self.step = ExitStack()
 

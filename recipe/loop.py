@@ -118,6 +118,7 @@ class Rung(Trainables):
         self.trains, self.server = world.rank < trainers, f"rank{trainers}"  # for remote calls
         self.world = replace(world, size=trainers, local_size=min(world.local_size, trainers))
         self.ranks = Ranks(self.world, self.sum_over_ranks, self.from_rank_0)
+        self.prepare()
 
     @classmethod
     def main(cls, config: Config, world: World, hooks: Hooks) -> int:
@@ -128,6 +129,9 @@ class Rung(Trainables):
                 with meeting.process_group(config, rung.world) if rung.has_group else nullcontext():
                     return train(rung, hooks)
         return 0
+
+    def prepare(self) -> None:
+        """Make, before anything is read, what else it takes; UserError if that cannot be."""
 
     def distribute(self) -> None:
         """Replace the network and the optimizer by what trains over all ranks; called once, with
@@ -148,9 +152,8 @@ class Rung(Trainables):
         return sums
 
     def update(self, rate: float) -> None:
-        """Change the weights by the gradients of the step, at this learning rate."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        """Change the weights by the gradients of the step, at this learning rate, which the
+        optimizer has."""
         unscale_and_clip(self, self.config.clip_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -207,6 +210,8 @@ def _step(rung: Rung, session: Session, lr_scale: int, exchange: bool) -> tuple[
     config, progress, meter = rung.config, rung.progress, session.meter
     seed_step(config, progress.step, session.readers.rank)
     rate = learning_rate(config, progress.samples_seen / rung.data.num_train, lr_scale)
+    for group in rung.optimizer.param_groups:
+        group["lr"] = rate
     sums = torch.zeros(4, dtype=torch.float64, device=rung.device)
     for batch_number in range(1, config.batches_per_allreduce + 1):
         heartbeat()

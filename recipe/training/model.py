@@ -136,11 +136,11 @@ def blur_before_strides(model: nn.Module, config: Config) -> None:
     FFCV's ImageNet training does; UserError if there is none. The weights keep their names."""
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     strided = [one for one in convolutions if max(one.stride) > 1 and one.in_channels >= 16]
-    if not strided:
-        raise UserError(
-            f"--blur-pool: --arch {config.arch} has no convolution with a stride and at least 16 "
-            "channels; leave it out"
-        )
+    refuse((
+        not strided,
+        f"--blur-pool: --arch {config.arch} has no convolution with a stride and at least 16 "
+        "channels; leave it out",
+    ))  # fmt: skip
     for convolution in strided:
         convolution.register_forward_pre_hook(_blurred)
 
@@ -249,11 +249,11 @@ def _settings(config: Config) -> dict[str, Any]:
         is_fixed_in_size = bool(published and published.fixed_input_size)
     if not is_fixed_in_size:
         return {}
-    if size != config.val_crop_size or config.first_crop_size not in (None, size):
-        raise UserError(
-            f"--arch {config.arch}: works for one image size only; give --train-crop-size {size} "
-            f"and --val-crop-size {config.val_crop_size} the same value, and no --first-crop-size"
-        )
+    refuse((
+        size != config.val_crop_size or config.first_crop_size not in (None, size),
+        f"--arch {config.arch}: works for one image size only; give --train-crop-size {size} "
+        f"and --val-crop-size {config.val_crop_size} the same value, and no --first-crop-size",
+    ))  # fmt: skip
     if config.arch.startswith("timm:"):
         return {"img_size": size}
     return {"image_size": size} if config.arch.startswith("vit_") else {"input_size": (size, size)}
@@ -393,11 +393,15 @@ def split_resnet(model: Any, config: Config, ranks: int) -> list[nn.Sequential]:
     """A ResNet in pieces for as many ranks, each of which takes what the one before it returns.
     They have equal numbers of its residual blocks, which cost about the same. UserError for other
     networks, and if there are fewer blocks."""
-    if not is_resnet(config.arch):
-        raise UserError(f"--arch {config.arch}: this script knows how to cut a resnet; choose one")
+    refuse((
+        not is_resnet(config.arch),
+        f"--arch {config.arch}: this script knows how to cut a resnet; choose one",
+    ))  # fmt: skip
     blocks = [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
-    if ranks > len(blocks):
-        raise UserError(f"{ranks} ranks: the network has {len(blocks)} blocks; start fewer")
+    refuse((
+        ranks > len(blocks),
+        f"{ranks} ranks: the network has {len(blocks)} blocks; start fewer",
+    ))  # fmt: skip
     ends = [len(blocks) * rank // ranks for rank in range(ranks + 1)]
     pieces = [blocks[begin:end] for begin, end in itertools.pairwise(ends)]
     pieces[0] = [model.conv1, model.bn1, model.relu, model.maxpool, *pieces[0]]
