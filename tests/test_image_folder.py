@@ -676,6 +676,27 @@ def test_damaged_index(made: Path, damage: str) -> None:
         open_shards(made / "train")
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("images_per_shard", lambda old: np.int64(0)),
+        ("images_per_shard", lambda old: np.int64(1)),
+        ("labels", lambda old: old + 99),
+        ("labels", lambda old: old - 1),
+        ("offsets", lambda old: old[:-1]),
+        ("checksums", lambda old: old[:-1]),
+        ("shard_bytes", lambda old: old[:-1]),
+    ],
+)
+def test_an_index_that_contradicts_itself(made: Path, name: str, wrong: Callable) -> None:
+    """Not all that is opened was written here."""
+    index = made / "train" / INDEX
+    arrays = read_arrays(index)
+    np.savez(index, **{**arrays, name: wrong(arrays[name])})
+    with pytest.raises(UserError, match=f"{name}.* contradict its"):
+        open_shards(made / "train")
+
+
 # ---- going on, and other folders ----
 
 

@@ -107,6 +107,21 @@ def open_images(folder: Path, cache: Path) -> Listing:
     return list_images(folder, cache)
 
 
+def _check_index(shards: Shards) -> None:
+    """ValueError if the index contradicts itself: another image or none would be read."""
+    count = len(shards.paths)
+    each = {name: getattr(shards, name) for name in ("labels", "offsets", "sizes", "checksums")}
+    wrong = [name for name, values in each.items() if values.shape != (count,)]
+    if shards.images_per_shard < 1 or len(shards.shards) * shards.images_per_shard < count:
+        wrong.append("images_per_shard")
+    if not set(np.unique(shards.labels)) <= set(range(len(shards.classes))):
+        wrong.append("labels")
+    if shards.shard_bytes.shape != (len(shards.shards),):
+        wrong.append("shard_bytes")
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} contradict its {count:,} images")
+
+
 def open_shards(folder: Path) -> Shards:
     """The listing of the shards in `folder`: reads the index, and looks at the size of each shard.
 
@@ -126,6 +141,7 @@ def open_shards(folder: Path) -> Shards:
             images_per_shard=int(arrays["images_per_shard"]),
             **{name: arrays[name] for name in same},
         )
+        _check_index(shards)
     except DAMAGE as error:
         raise UserError(
             f"{folder / INDEX}: cannot be read as an index of shards ({error}). Copy it again, or "
