@@ -64,8 +64,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def made(launcher: str, engine: str, arguments: str, ranks: int) -> Path:
         folder = tmp_path_factory.mktemp("trained") / "run"
         checkpoints = "--checkpoint-steps 20 --keep-checkpoints 5"
-        # The plain ones start for real: test_launch.py looks at them.
-        train(folder, launcher, engine, f"{checkpoints} {arguments}", ranks, warm=bool(arguments))
+        # The plain ones start for real: test_launch.py looks at them. (How python alone starts,
+        # others of its tests show.)
+        warm = bool(arguments) or launcher == "python"
+        train(folder, launcher, engine, f"{checkpoints} {arguments}", ranks, warm)
         return folder
 
     def folder_of(launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> Path:

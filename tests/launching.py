@@ -111,12 +111,13 @@ def launch(
     timeout: float = 240,
     **environ: str,
 ) -> Finished:
-    """Start a trainer and wait for its end; fail if it hangs or leaves a process behind. With
-    `warm` the processes are forks, where how they start is not what is tested."""
+    """Start a trainer, or another script, and wait for its end; fail if it hangs or leaves a
+    process behind. With `warm` the processes are forks, where how they start is not what is
+    tested: one that outlives its launcher ends unseen."""
     python = sys.executable
     if warm:
         environ["PYTHON_EXEC"] = python = warm_python()  # torchrun's variable
-    command = words_of(launcher, TRAINERS[engine], ranks, python)
+    command = words_of(launcher, TRAINERS.get(engine, engine), ranks, python)
     if command[0] == "torchrun":
         command[:1] = [python, str(BIN / "torchrun")]
     return run([*command, *arguments.split()], timeout, **environ)

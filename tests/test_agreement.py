@@ -1,7 +1,6 @@
 """Whether the ranks train the same thing, and what they say if not."""
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from launching import (
     launch,
     rarely,
     run,
+    warm_python,
 )
 from making import CPU, TinyNet, a_config, a_world, folder_config, in_ranks, write_images
 
@@ -179,12 +179,8 @@ def test_weights() -> None:
 def check_refused(finished: Finished, folder: Path, *words: str) -> None:
     """It ended with one message that has all of the words, and trained or wrote nothing."""
     assert finished.returncode != 0
-    assert (
-        before_the_launchers_words(finished.output).count(
-            "the ranks would not train the same thing"
-        )
-        == 1
-    )
+    said = before_the_launchers_words(finished.output)
+    assert said.count("the ranks would not train the same thing") == 1
     assert all(word in finished.output for word in words), finished.output
     assert "Traceback" not in finished.output
     assert not (folder / "runs").exists()
@@ -199,7 +195,7 @@ def test_ranks_of_other_data_and_seeds_do_not_train(engine: str, tmp_path: Path)
             write_images(tmp_path / folder / split, 12)
     (tmp_path / "lacking" / "train" / "b" / "3.png").unlink()
     common = f"{SMALL} --base-lr 0.1 --log-dir {tmp_path}/runs --cache-dir {tmp_path}/cache"
-    start = f"-np 1 {sys.executable} {TRAINERS[engine]} {common}"
+    start = f"-np 1 {warm_python()} {TRAINERS[engine]} {common}"
     finished = run(
         f"mpirun {start} --data {tmp_path}/whole --seed 1 "
         f": {start} --data {tmp_path}/lacking --seed 2".split(),
@@ -217,7 +213,7 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
     """Rank 0 finds a GPU (here a pretended one, with a pretended NCCL), and rank 1 none."""
     changed = change_on_rank(0, "recipe.device", PRETENDED_GPU, tmp_path)
     arguments = f"{SMALL} --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, timeout=120, **changed)
+    finished = launch(launcher, engine, arguments, warm=True, timeout=120, **changed)
     check_refused(finished, tmp_path, "type of device: cuda on rank 0", "cpu on rank 1")
 
 

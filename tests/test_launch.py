@@ -62,9 +62,8 @@ def test_launcher(launcher: str, engine: str, ranks: int, trained: Callable[...,
         assert evaluation["num_images"] == 359, "each image counts once, at any number of ranks"
     steps = read_lines(folder, "step")
     assert [step["step"] for step in steps] == list(range(1, 71))
-    assert {"epoch", "samples_seen", "loss", "learning_rate", "images_per_second"} <= steps[
-        0
-    ].keys()
+    shown = {"epoch", "samples_seen", "loss", "learning_rate", "images_per_second"}
+    assert shown <= steps[0].keys()
 
 
 # ---- mistakes: one message from one rank, exit code not 0, no process left (`launch` looks) ----
@@ -75,7 +74,7 @@ def test_launcher(launcher: str, engine: str, ranks: int, trained: Callable[...,
     [("torchrun", "ddp"), ("horovodrun --gloo", "horovod"), rarely("mpirun", "horovod")],
 )
 def test_mistyped_flag(launcher: str, engine: str) -> None:
-    finished = launch(launcher, engine, "--batchsize 3", timeout=60)
+    finished = launch(launcher, engine, "--batchsize 3", warm=True, timeout=60)
     assert finished.returncode != 0
     assert before_the_launchers_words(finished.output).count("write --batch-size 3") == 1
     assert "Traceback" not in before_the_launchers_words(finished.output)
@@ -96,10 +95,8 @@ def test_one_rank_raises(launcher: str, engine: str, tmp_path: Path) -> None:
     arguments = f"{SMALL} --log-dir {tmp_path}/runs"
     finished = launch(launcher, engine, arguments, timeout=120, **changed)
     assert finished.returncode != 0
-    assert (
-        before_the_launchers_words(finished.output).count("RuntimeError: rank 1 is out of order")
-        == 1
-    )
+    said = before_the_launchers_words(finished.output)
+    assert said.count("RuntimeError: rank 1 is out of order") == 1
     assert "[rank 1 on " in finished.output
     assert "Connection closed" not in finished.output, "the victim spoke, too"
 
@@ -114,38 +111,38 @@ module.seed_step = seed_step
 """
 
 
+GLOO = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+# By another job.
+LEFT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+
+
 @pytest.mark.parametrize(
-    ("launcher", "engine", "ranks", "flags", "said"),
+    ("launcher", "engine", "variables", "flags", "said"),
     [
-        ("torchrun", "horovod", 2, "", "2 independent copies"),
-        rarely("horovodrun --gloo", "ddp", 2, "", "start ddp_train/train.py with torchrun"),
-        rarely("python", "horovod", 1, "--use-adasum", "error: --use-adasum: needs MPI, not Gloo"),
+        ("torchrun", "horovod", {}, "", "2 independent copies"),
+        rarely("horovodrun --gloo", "ddp", {}, "", "start ddp_train/train.py with torchrun"),
+        rarely("python", "horovod", GLOO, "--use-adasum", "error: --use-adasum: needs MPI, not G"),
+        ("python", "ddp", {"GLOO_SOCKET_IFNAME": "eth99"}, "", "IFNAME=eth99: this host has"),
+        # On two hosts each rank would train alone, and end well.
+        ("mpirun", "ddp", LEFT, "", "LOCAL_RANK=0 MASTER_ADDR=localhost: left over from"),
+        rarely("mpirun", "horovod", LEFT, "", "LOCAL_RANK=0 MASTER_ADDR=localhost: left over from"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(
-    launcher: str, engine: str, ranks: int, flags: str, said: str, tmp_path: Path
+    launcher: str, engine: str, variables: dict[str, str], flags: str, said: str, tmp_path: Path
 ) -> None:
-    gloo = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"} if ranks == 1 else {}
     arguments = f"{SMALL} {flags} --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, ranks, timeout=120, **gloo)
+    finished = launch(launcher, engine, arguments, warm=True, timeout=120, **variables)
     assert finished.returncode != 0 and before_the_launchers_words(finished.output).count(said) == 1
     assert "Traceback" not in before_the_launchers_words(finished.output)
     assert not (tmp_path / "runs").exists(), "nothing was trained or written"
 
 
-@pytest.mark.parametrize(
-    ("limit", "variables", "flags", "said"),
-    [
-        (["--nofile=40"], {}, "--workers 2", "the limit here is 40 open files in a process"),
-        ([], {"GLOO_SOCKET_IFNAME": "eth99"}, "", "error: GLOO_SOCKET_IFNAME=eth99: this host has"),
-    ],
-)
-def test_what_the_host_does_not_give_is_one_message(
-    limit: list[str], variables: dict[str, str], flags: str, said: str, tmp_path: Path
-) -> None:
-    words = f"{sys.executable} {TRAINERS['ddp']} {SMALL} {flags} --log-dir {tmp_path}"
-    finished = run(["prlimit", *limit, *words.split()], 120, **variables)
-    assert finished.returncode == 1 and before_the_launchers_words(finished.output).count(said) == 1
+def test_a_limit_of_the_host_is_one_message(tmp_path: Path) -> None:
+    words = f"{sys.executable} {TRAINERS['ddp']} {SMALL} --workers 2 --log-dir {tmp_path}"
+    finished = run(["prlimit", "--nofile=40", *words.split()], 120)
+    assert finished.returncode == 1
+    assert finished.output.count("the limit here is 40 open files in a process") == 1
     assert "recipe/" not in finished.output, "no traceback of ours"
 
 
@@ -158,24 +155,10 @@ def test_a_long_name_of_the_folder_for_temporary_files(tmp_path: Path) -> None:
     assert not any(folder.glob("pymp-*")), "they are elsewhere"
 
 
-@pytest.mark.parametrize(("launcher", "engine"), [("mpirun", "ddp"), rarely("mpirun", "horovod")])
-def test_what_another_job_has_left_is_named(launcher: str, engine: str, tmp_path: Path) -> None:
-    """On two hosts each rank would train alone, and end well."""
-    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    finished = launch(launcher, engine, f"{SMALL} --log-dir {tmp_path}/runs", timeout=120, **left)
-    assert finished.returncode == 2
-    assert (
-        before_the_launchers_words(finished.output).count(
-            "LOCAL_RANK=0 MASTER_ADDR=localhost: left over from"
-        )
-        == 1
-    )
-    assert "Traceback" not in finished.output and not (tmp_path / "runs").exists()
-
-
 def test_where_horovod_is_missing_it_says_how_to_build_it(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
-    finished = launch("python", "horovod", "", 1, timeout=60, PYTHONPATH=str(tmp_path))
+    changed = {"PYTHONPATH": str(tmp_path)}
+    finished = launch("python", "horovod", "", warm=True, timeout=60, **changed)
     assert finished.returncode != 0
     assert "build it: python horovod_train/build_horovod.py" in finished.output
     assert "Traceback" not in finished.output

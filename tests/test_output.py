@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import BIN, ROOT, TRAINERS, rarely, read_json, run, words_of
+from launching import BIN, ROOT, TRAINERS, rarely, read_json, run, warm_python, words_of
 from making import folder_config, write_images
 from records import a_plan, edit
 from test_compare_records import make_comparison
@@ -75,17 +75,18 @@ def test_what_has_no_place_in_the_encoding_is_shown(
         assert text.count(rf" {letter} \udce9") == 3 and text.endswith("child\n")
 
 
-@pytest.mark.parametrize("streams", ["| head -1", "2>&-", ">&-"])
 @pytest.mark.parametrize(
-    "command",
+    ("command", "streams"),
     [
-        "ddp_train/train.py --help",
-        "baselines/single_process.py --help",
-        "compare/run.py --list-plans",
-        "compare/run.py square --dry-run --workers 1",
-        "compare/report.py --no-html",
-        "benchmarks/run.py --help",
-        "-m recipe.data.prepare check --help",
+        ("ddp_train/train.py --help", "| head -1"),
+        ("ddp_train/train.py --help", "2>&-"),
+        ("ddp_train/train.py --help", ">&-"),
+        ("baselines/single_process.py --help", "| true"),
+        ("compare/run.py --list-plans", "| true"),
+        ("compare/run.py square --dry-run --workers 1", "| true"),
+        ("compare/report.py --no-html", "| head -1"),
+        ("benchmarks/run.py --help", "| true"),
+        ("-m recipe.data.prepare check --help", "| true"),
     ],
 )
 def test_commands_whose_output_is_not_read(command: str, streams: str) -> None:
@@ -140,7 +141,10 @@ def test_a_training_on_names_that_are_not_utf_8(
     UTF-8, too."""
     log_dir = tmp_path / NAME
     environ = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": locale} if locale else {}
-    words = [*words_of(launcher, TRAINERS[engine]), *flags(images, log_dir), "--profile-steps", "2"]
+    # A locale, and streams that are closed, count when Python starts.
+    python = warm_python() if launcher.startswith("horovodrun") else sys.executable
+    words = [*words_of(launcher, TRAINERS[engine], python=python), *flags(images, log_dir)]
+    words += ["--profile-steps", "2"]
     assert SHOWN in run(words, UCX_ODD=NAME, **environ).checked().output
     again = shlex.join([*words, "--resume", "auto", "--max-steps", "9", "--epochs", "19"])
     command = ["bash", "-c", f"set -o pipefail; {again} {streams}"]

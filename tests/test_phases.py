@@ -1,11 +1,10 @@
 """The phases of a step: cut without gaps, equally on both engines."""
 
-import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
-from launching import ENGINES, LAUNCHERS, TRAINERS, rarely, read_lines, run
+from launching import ENGINES, TRAINERS, launch, rarely, read_lines
 from making import CPU
 
 from recipe.record import meter as phases
@@ -60,17 +59,6 @@ def test_means_add_up_to_the_step() -> None:
     assert sums.images_per_second == 2
 
 
-def train_slowly(launcher: str, engine: str, arguments: str, folder: Path) -> None:
-    command = LAUNCHERS[launcher].format(
-        python=sys.executable, ranks=2, trainer=f"tests/slow_phases.py {TRAINERS[engine]}"
-    )
-    finished = run(
-        [*command.split(), *TINY.split(), *arguments.split(),
-         "--log-dir", str(folder.parent), "--name", folder.name],
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.output
-
-
 @pytest.mark.launch
 @pytest.mark.parametrize(("launcher", "engine"), [HOROVOD, rarely(*DDP), rarely(*HOROVOD_GLOO)])
 def test_a_delay_shows_up_in_its_phase_and_nowhere_else(
@@ -78,7 +66,8 @@ def test_a_delay_shows_up_in_its_phase_and_nowhere_else(
 ) -> None:
     """Each step is slow in another phase, in which it takes longer than the steps that are slow
     elsewhere. Medians, since others use the cores, too."""
-    train_slowly(launcher, engine, "--max-steps 35", tmp_path / "run")
+    words = f"{TINY} --max-steps 25 --log-dir {tmp_path} --name run"
+    launch(launcher, f"tests/slow_phases.py {TRAINERS[engine]}", words, warm=True).checked()
     steps = read_lines(tmp_path / "run", "step")[5:]
     slow_in = ("data", "forward", "backward", "backward", "optimizer")
     for phase in PHASES:

@@ -149,8 +149,7 @@ def test_each_recipe_is_the_same_on_both_engines(preset: str, tmp_path: Path) ->
     for launcher, engine in (DDP, HOROVOD):
         folders.append(tmp_path / engine)
         place = f"--log-dir {tmp_path} --name {engine}"
-        finished = launch(launcher, engine, f"--preset {preset} {small} {place}", warm=True)
-        assert finished.returncode == 0, finished.output
+        launch(launcher, engine, f"--preset {preset} {small} {place}", warm=True).checked()
     check_equal(*folders)
 
 

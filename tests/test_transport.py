@@ -10,7 +10,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from launching import SMALL, change_on_rank, launch, rarely, run
+from launching import SMALL, change_on_rank, launch, rarely
 from making import CPU, a_config, a_world
 from torch import nn
 
@@ -212,7 +212,7 @@ wire_trial.gc = SimpleNamespace(collect=lambda: print("the trial slept:", bool(a
 def test_the_trial_of_wire_formats_waits_as_training_does(flag: str, tmp_path: Path) -> None:
     changed = change_on_rank(0, "horovod_train.engine", POLLS, tmp_path)
     words = f"{SMALL} --max-steps 1 --wire-format auto {flag} --log-dir {tmp_path}"
-    finished = launch("mpirun", "horovod", words, **changed).checked()
+    finished = launch("mpirun", "horovod", words, warm=True, **changed).checked()
     assert f"the trial slept: {not flag}" in finished.output
 
 
@@ -270,8 +270,7 @@ sys.stdout.write("the end" + chr(10))
 def test_collectives_over_mpi(tmp_path: Path) -> None:
     script = tmp_path / "collectives.py"
     script.write_text(COLLECTIVES)
-    finished = run(["mpirun", "-np", "2", sys.executable, str(script)], timeout=60)
-    assert finished.returncode == 0, finished.output
+    finished = launch("mpirun", str(script), "", warm=True, timeout=60).checked()
     assert finished.output.count("the end") == 2, finished.output
 
 
