@@ -52,10 +52,19 @@ def test_networks_that_hosts_have_in_common() -> None:
         assert "--network-interface" in found.remedy
 
 
-def test_connections_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+# What a host answers, without a look at it.
+ANSWERS = """
+from compare import doctor
+doctor.report_host = lambda name, data, port: {"port": port}
+doctor.answer("a", None)
+"""
+
+
+def test_connections_that_fail_are_told() -> None:
     """Both hosts are this one. `b` listens nowhere, and has another name than it thinks."""
-    monkeypatch.setattr(doctor, "is_here", lambda host: True)
-    with doctor.ask("a", None) as a, socket.create_server(("127.0.0.2", 0)) as open_port:
+    words, pipe = [sys.executable, "-c", ANSWERS], subprocess.PIPE
+    answering = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    with answering as a, socket.create_server(("127.0.0.2", 0)) as open_port:
         answered, _ = doctor.read_answer(a)
         place = ("127.0.0.1", answered["port"])
         networks = {

@@ -2,14 +2,15 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from unittest import mock
 
@@ -30,29 +31,27 @@ def opened(config: Config, host: str = "here") -> Path:
     return open_run_folder(config, Ranks(a_world(host=host)), "ddp")
 
 
+def hold_open(config: Config, host: str, is_open: Event) -> None:
+    os.setsid()
+    opened(config, host)
+    if os.fork() > 0:
+        is_open.set()
+    signal.pause()
+
+
 @contextmanager
-def another_run(log_dir: Path, name: str, host: str = "here") -> Iterator[subprocess.Popen[str]]:
+def another_run(log_dir: Path, name: str, host: str = "here") -> Iterator[BaseProcess]:
     """Another process that has opened a run folder, with a fork that outlives it."""
-    code = f"""
-import os, time
-from test_run_folder import a_config, opened
-opened(a_config(log_dir={str(log_dir)!r}, name={name!r}), {host!r})
-if os.fork() == 0:
-    time.sleep(60)
-    os._exit(0)
-print("open", flush=True)
-time.sleep(60)
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True,
-        cwd=Path(__file__).parent,
-    )  # fmt: skip
+    context = multiprocessing.get_context("fork")
+    config, is_open = a_config(log_dir=str(log_dir), name=name), context.Event()
+    process = context.Process(target=hold_open, args=(config, host, is_open))
+    process.start()
     try:
-        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        assert is_open.wait(60)
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
 
 
 def test_one_run_at_a_time_and_a_killed_one_lets_go(
@@ -70,7 +69,7 @@ def test_one_run_at_a_time_and_a_killed_one_lets_go(
             opened(config)
         assert sorted(path.name for path in tmp_path.rglob("*")) == before
         other.kill()
-        other.wait()
+        other.join()
         assert opened(config) == tmp_path / "run"  # though the fork is still there
         assert not partial.exists()
     # What runs is evaluated all the same, in a folder of its own.
@@ -87,7 +86,7 @@ def test_a_lost_host_is_waited_for(
     """A file server frees the lock of a host that is gone only after a while."""
     config = a_config(log_dir=str(tmp_path), name="run")
     with another_run(tmp_path, "run", host="gone") as other:
-        monkeypatch.setattr(folders.time, "sleep", lambda seconds: (other.kill(), other.wait()))
+        monkeypatch.setattr(folders.time, "sleep", lambda seconds: (other.kill(), other.join()))
         assert opened(config) == tmp_path / "run"
         assert "waiting for 120 s, in case that host is lost" in capsys.readouterr().out
     with another_run(tmp_path, "taken", host="gone"):
