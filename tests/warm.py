@@ -5,7 +5,8 @@
 
 For tests whose subject is not how processes start or end. The program's parent is the server. It
 gets environment, working folder, cores, files and signals of the process that asked for it, and
-dies with that one.
+dies with that one. Not its own are the order in which Python hashes texts, and what counts only
+when Python starts: a locale, limits, PYTHONUTF8.
 """
 
 import contextlib
@@ -89,6 +90,11 @@ def become(
     """Take on what the process that asked has."""
     import ctypes
 
+    import numpy
+    import torch
+
+    torch.seed()  # no two programs begin with the same random numbers
+    numpy.random.seed()
     ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
     for own, file in enumerate(files):
         os.dup2(file, own)
