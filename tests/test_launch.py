@@ -1,21 +1,18 @@
 """Every launcher starts the trainers, and every mistake ends in one clear message."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launching import (
     SMALL,
-    TRAINERS,
     before_the_launchers_words,
     change_on_rank,
     launch,
     rarely,
     read_json,
     read_lines,
-    run,
 )
 
 from recipe.device import core_ranges
@@ -139,8 +136,10 @@ def test_what_cannot_work_is_refused_at_once(
 
 
 def test_a_limit_of_the_host_is_one_message(tmp_path: Path) -> None:
-    words = f"{sys.executable} {TRAINERS['ddp']} {SMALL} --workers 2 --log-dir {tmp_path}"
-    finished = run(["prlimit", "--nofile=40", *words.split()], 120)
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+    (tmp_path / "sitecustomize.py").write_text(limit)
+    words, changed = f"{SMALL} --workers 2 --log-dir {tmp_path}", {"PYTHONPATH": str(tmp_path)}
+    finished = launch("python", "ddp", words, warm=True, timeout=120, **changed)
     assert finished.returncode == 1
     assert finished.output.count("the limit here is 40 open files in a process") == 1
     assert "recipe/" not in finished.output, "no traceback of ours"
@@ -151,7 +150,7 @@ def test_a_long_name_of_the_folder_for_temporary_files(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     flags = f"{SMALL} --max-steps 2 --workers 1 --log-dir {tmp_path}"
-    launch("python", "ddp", flags, 1, TMPDIR=str(folder)).checked()
+    launch("python", "ddp", flags, warm=True, TMPDIR=str(folder)).checked()
     assert not any(folder.glob("pymp-*")), "they are elsewhere"
 
 

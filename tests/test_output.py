@@ -126,7 +126,8 @@ def flags(images: Path, log_dir: Path, name: str = NAME) -> list[str]:
 @pytest.mark.parametrize(
     ("launcher", "engine", "locale", "streams"),
     [
-        ("torchrun", "ddp", "POSIX", "| head -1"),
+        ("python", "ddp", "POSIX", "| head -1"),
+        rarely("torchrun", "ddp", "POSIX", "| head -1"),
         ("horovodrun --gloo", "horovod", "", "2>&1 | head -1"),
         rarely("python", "ddp", "", "2>&-"),
         rarely("torchrun", "ddp", "", ">&- 2>&- <&-"),

@@ -89,6 +89,7 @@ def become(
 ) -> None:
     """Take on what the process that asked has."""
     import ctypes
+    import tempfile
 
     import numpy
     import torch
@@ -106,6 +107,7 @@ def become(
     if words[0] == "-u":  # as torchrun says
         words = words[1:]
         sys.stdout.reconfigure(write_through=True)
+    tempfile.tempdir = None  # as TMPDIR says
     sys.argv[:] = words
     script_folder = os.path.dirname(os.path.abspath(words[0]))
     sys.path[:1] = [script_folder, *environ.get("PYTHONPATH", "").split(":")]
