@@ -4,7 +4,6 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -70,11 +69,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     def folder_of(launcher: str, engine: str, arguments: str = "", ranks: int = 2) -> Path:
-        if launcher == "python" and engine in ("ddp", "horovod"):
-            # Each takes one core, and is compared with the other: both at once.
-            with ThreadPoolExecutor() as pool:
-                for other in ("ddp", "horovod"):
-                    pool.submit(made, launcher, other, arguments, ranks)
         return made(launcher, engine, arguments, ranks)
 
     return folder_of

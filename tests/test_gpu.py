@@ -247,17 +247,19 @@ def test_energy(train: Callable[..., Trained], dry: bool, tmp_path: Path, note: 
     watts = list[str]()
     gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # nvidia-smi's own order is another
 
+    run_folder = tmp_path / "run"
+    begun, ended = run_folder / "metrics.jsonl", run_folder / "summary.json"
+
     def look(process: subprocess.Popen[bytes]) -> None:
-        run_folder = tmp_path / "run"
         while process.poll() is None:
-            if (run_folder / "metrics.jsonl").exists() and not (
-                run_folder / "summary.json"
-            ).exists():
+            if begun.exists() and not ended.exists():
                 watts.extend(ask_nvidia_smi("power.draw", "--id", gpu))
             time.sleep(0.5)
 
     flags = "--batch-size 256 --precision bf16 --max-steps 300"
     energy = train("run", flags, meanwhile=look).summary["energy"]
+    told = read_json(run_folder / "environment.json")
+    assert told["gpu_clock_mhz"] and told["gpu_clock_limit_mhz"]
     note(energy=energy, nvidia_smi_watts=watts)
     shown = [float(one) for one in watts if one.replace(".", "").isdigit()]  # else "[N/A]"
     if energy["gpu_watts"] is None or not shown:

@@ -10,8 +10,6 @@ from msgspec.structs import replace
 from records import MadeUpBlocks
 
 from compare import run as run_module
-from compare.evidence.records import load_comparison
-from compare.evidence.verdicts import judge
 from compare.plan import plan_json
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
@@ -195,23 +193,3 @@ def test_the_sides_on_gpus_are_as_many_as_make_sense(
     plan = run_module.leave_out_missing(make_plan(options), options)
     assert len(plan.names) == sides and len(plan.pairs()) == {2: 1, 4: 4}[sides]
     assert re.search(reason, capsys.readouterr().err)
-
-
-TRAINING = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4")
-
-
-@pytest.mark.launch
-@pytest.mark.timeout(300)
-@pytest.mark.full  # CI runs make compare
-def test_make_compare_measures_what_is_there_by_turns(tmp_path, monkeypatch, capsys):
-    """The default, but for the whole runs."""
-    monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
-    monkeypatch.setattr(run_module.checks, "visible_gpus", lambda: 0)
-    command = ["--blocks", "1", "--turns", "2", "--full-runs", "0", "--no-warm-up", "--out",
-               str(tmp_path), "--", *TRAINING]  # fmt: skip
-    assert run_module.main(command) == 0
-    told = capsys.readouterr().out
-    assert "block 1, " in told and "as many blocks as were asked for" in told
-    (verdict, *_) = [v for v in judge(load_comparison(tmp_path)) if v.first == "ddp-mpi"]
-    assert verdict.speed is not None
-    assert run_module.main(command) == 0 and "block 1, " not in capsys.readouterr().out

@@ -367,21 +367,6 @@ TINY = (
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_both_engines_compute_the_same_live(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    words = f"--workers 2 --steps 3 --json --out live -- {TINY}"
-    assert main(words.split()) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["verdict"] == "bit-equal" and "3 steps (1 to 3)" in record["compared"]
-    assert {kind for kind, found in record["kinds"].items() if found["tensors"]} == {
-        "loss", "gradient", "weight", "buffer",
-    }  # fmt: skip
-    for run in ("ddp-torchrun-2", "horovod-mpi-2"):
-        assert main(["--ranks", f"live/{run}"]) == 0
-
-
-@pytest.mark.launch
-@pytest.mark.full
 def test_another_seed_and_another_rate_are_told_apart(tmp_path, capsys):
     """A real divergence, with its cause: not only made-up ones."""
     records = {}

@@ -77,55 +77,10 @@ def test_nothing_else_unpickles() -> None:
     assert {name: what for name, what in found.items() if what} == ALLOWED
 
 
-# ---- rules about imports that the contracts in pyproject.toml (make lint) cannot express ----
+# ---- rules about imports that `make lint` cannot express ----
 
 
-PACKAGES = ("recipe", "horovod_train", "ddp_train", "compare")
-RUNGS_RANKS = ROOT / "recipe" / "meeting.py"  # of the scripts in baselines/, not of the engines
-RECIPE = sorted({*(ROOT / "recipe").rglob("*.py")} - {RUNGS_RANKS})
-
-
-def uses_of_distributed(source: str) -> list[int]:
-    """Lines on which a source imports or names torch.distributed or DDP (submodules of one
-    external package look all alike to import-linter)."""
-    lines = []
-    for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
-        if any(
-            name.startswith(("torch.distributed", "torch.nn.parallel.Distributed"))
-            for name in names
-        ):
-            lines.append(node.lineno)
-    return lines
-
-
-@pytest.mark.parametrize("path", RECIPE, ids=lambda path: path.name)
-def test_recipe_does_not_use_torch_distributed(path):
-    assert uses_of_distributed(path.read_text()) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch.distributed",
-        "import torch.distributed as dist",
-        "from torch import distributed",
-        "from torch.distributed import all_reduce",
-        "from torch.nn.parallel import DistributedDataParallel as DDP",
-        "import torch\n\ndef f():\n    torch.distributed.init_process_group()",
-    ],
-)
-def test_the_rule_above_finds(source):
-    assert uses_of_distributed(source)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", ["recipe", "horovod_train", "ddp_train", "compare"])
 def test_no_file_bears_a_standard_module_s_name(package):
     """`python ddp_train/train.py` puts ddp_train/ first on sys.path: logging.py there would win."""
     names = {path.stem for path in (ROOT / package).iterdir()} - {"__init__", "__pycache__"}

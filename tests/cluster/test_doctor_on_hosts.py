@@ -28,12 +28,6 @@ def test_sound_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_host_that_is_not_there(two_hosts: list[Host], tmp_path: Path) -> None:
-    code, wrong = examine(two_hosts, tmp_path, "--hosts", "node0:1,nowhere:1")
-    assert code == 1 and "/etc/hosts" in wrong["nowhere: ssh"]["remedy"]
-
-
-@pytest.mark.full
 def test_a_second_network_that_leads_nowhere(two_hosts: list[Host], tmp_path: Path) -> None:
     """It has addresses on both hosts, and carries nothing: launchers that choose it hang."""
     for number, host in enumerate(two_hosts):
