@@ -39,14 +39,15 @@ gpu-check: setup  ## five to ten minutes on a GPU, and one file to send back (AR
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
-# The unit tests in three processes, as many of them wait, and then, one at a time, those whose
-# launchers need two cores. One of the calls may find nothing that ARGS asks for (5); after an
-# interruption, or a failure with -x, (2) nothing more is started.
+# The unit tests and those on several hosts in three processes, as many of them wait (Slurm's most, so
+# they are first), and then, one at a time, those whose launchers need two cores. One of the calls may
+# find nothing that ARGS asks for (5); after an interruption, or a failure with -x, (2) nothing more is
+# started.
 PYTEST := $(IN_VENV) python -m pytest tests
 define run_tests
-OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --part "not launch and not cluster$(1)" $(ARGS); \
+OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --part "not launch$(1)" $(ARGS); \
 	unit=$$?; [ $$unit -ne 2 ] || exit 2; \
-	$(PYTEST) --part "(launch or cluster)$(1)" $(ARGS); launch=$$?; \
+	$(PYTEST) --part "launch$(1)" $(ARGS); launch=$$?; \
 	case $$unit,$$launch in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 endef
 

@@ -167,12 +167,9 @@ def test_every_host_that_ssh_does_not_reach_is_named_with_its_remedy() -> None:
     assert [line.split(":")[0].strip() for line in others] == ["nowhere", "locked"]
     assert "not known; write nowhere into /etc/hosts" in others[0]
     assert "Permission denied (publickey,password); `ssh-copy-id locked`" in others[1]
-    check_logins(2, "localhost:1,sound:1", ["mpirun", "horovodrun"])
-    check_logins(2, None, ["mpirun"])
-
-
-def test_hosts_without_workers_are_not_asked() -> None:
+    # Hosts without workers are not asked.
     check_logins(2, "localhost:1,sound:1,locked:1", ["mpirun", "horovodrun"])
+    check_logins(2, None, ["mpirun"])
 
 
 def test_a_comparison_asks_before_it_starts_anything(

@@ -283,6 +283,7 @@ def check(folder: Path, names: tuple[str, ...]) -> None:
         assert environment["rank_hosts"] == ["node0", "node1"]
 
 
+@pytest.mark.launch  # turns need both cores
 def test_turns_over_two_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
     names = ("ddp-torchrun", "horovod-gloo")
     folder = tmp_path / "block-1"
@@ -292,6 +293,7 @@ def test_turns_over_two_hosts(two_hosts: list[Host], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.launch
 def test_turns_inside_an_allocation(cluster: Slurm, tmp_path: Path) -> None:
     """Steps of one job at once: each has all its cores."""
     names = ("ddp-srun", "horovod-srun", "ddp-mpirun")
