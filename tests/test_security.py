@@ -2,7 +2,6 @@
 names: to unpickle is to run whatever code the sender wrote."""
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,19 +86,9 @@ def test_no_file_bears_a_standard_module_s_name(package):
     assert not names & set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize(
-    "name", ["compare.report", "compare.timeline", "compare.parity", "recipe.data.prepare"]
-)
-def test_commands_that_read_start_without_torch(name):
+def test_commands_that_read_start_without_torch():
     """The contract is about imports that are written; this is about those that happen."""
-    code = f"import {name}, sys; print(*{{'torch', 'horovod', 'mpi4py'}} & {{*sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ""
+    names = "compare.report, compare.timeline, compare.parity, recipe.data.prepare"
+    code = f"import {names}, sys; print({{'torch', 'horovod', 'mpi4py'}} & {{*sys.modules}})"
+    done = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=60)
+    assert done == "set()\n"
