@@ -115,10 +115,9 @@ def keep_freed_memory() -> None:
     Each new page costs a page fault and is filled with zeros first: on the CPU a step
     of ResNet-18 at 224 pixels had 96,000 of these and took 8 to 10 % longer.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries than GNU's have none
-        mallopt(M_MMAP_THRESHOLD, LARGEST_INT)
-        mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
+    libc = ctypes.CDLL(None)  # GNU's, as torch wants it
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_INT)
+    libc.mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
 
 
 def share_of_cores(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:

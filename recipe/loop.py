@@ -124,6 +124,8 @@ class Rung(Trainables):
     def main(cls, config: Config, world: World, hooks: Hooks) -> int:
         """Train, or serve those that do, as `config` says; the exit code. Every rank calls this."""
         rung = cls(config, world)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)  # of ranks that only serve, too
         with meeting.remote_calls(config, world) if rung.has_remote_calls else nullcontext():
             if rung.trains:
                 with meeting.process_group(config, rung.world) if rung.has_group else nullcontext():

@@ -35,7 +35,7 @@ from recipe.data.images import (
 )
 from recipe.data.shards import Shards, open_images
 from recipe.device import keep_freed_memory
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.settings.config import Config
 from recipe.world import World
 
@@ -49,8 +49,6 @@ Read = tuple[torch.Tensor, torch.Tensor, int, list[tuple[int, int]], dict[int, s
 MOST_TRIES = 6
 # More bad images than 1 in so many, and than so many, end the run.
 ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
-CPU = torch.device("cpu")
-PREFETCHED = 2  # batches by each loader worker
 
 
 # -- The order of the training images: one endless stream, the same for any number of ranks --------
@@ -278,13 +276,13 @@ class Images(Dataset):
 def check_replaced(listing: Listing, replaced: Collection[int]) -> None:
     """UserError if more images of `listing` were replaced than --bad-images lets pass."""
     most = max(MOST_REPLACED, len(listing) // ONE_REPLACED_IN)
-    if len(replaced) > most:
-        raise UserError(
-            f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
-            f"and {most:,} are let pass; metrics.jsonl in the run folder lists them. Find all with "
-            f"python -m recipe.data.prepare check {shlex.quote(str(listing.root))}, and bring good "
-            "copies back."
-        )
+    refuse((
+        len(replaced) > most,
+        f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
+        f"and {most:,} are let pass; metrics.jsonl in the run folder lists them. Find all with "
+        f"python -m recipe.data.prepare check {shlex.quote(str(listing.root))}, and bring good "
+        "copies back.",
+    ))  # fmt: skip
 
 
 def _noted(reads: Iterable[Read], suspects: SuspectImages, meter: InputMeter) -> Iterator[Batch]:
@@ -334,7 +332,7 @@ def training_batches(
         from recipe.data.dali import EncodedImages, dali_batches  # which imports from here
 
         # DALI takes plain memory, and works ahead by itself.
-        encoded = _loaded(EncodedImages(data.train, config), batches, CPU, workers)
+        encoded = _loaded(EncodedImages(data.train, config), batches, torch.device("cpu"), workers)
         ready = dali_batches(encoded, data.train, config, device, meter)
     else:
         images = Images(data.train, config, TrainTransform(config))
@@ -388,17 +386,13 @@ def validation_batches(
 def _loaded(
     dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
 ) -> Iterator[Any]:
-    context = None
-    if workers:
-        context = multiprocessing.get_context("forkserver")  # see start_loaders_server
     loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
-        prefetch_factor=PREFETCHED if workers else None,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else a session's first step draws other dropout
-        multiprocessing_context=context,
+        multiprocessing_context="forkserver" if workers else None,  # see start_loaders_server
         collate_fn=_in_shared_memory if workers else lambda batch: batch,  # it is a whole one
         worker_init_fn=_begin_worker if workers else None,
     )

@@ -24,7 +24,6 @@ from recipe.settings.config import Config
 # The bytes of a batch's images end to end (uint8), the length of each, its crop (int32 [N, 4]:
 # left, top, width, height), whether it is flipped (int32 [N]), label and index.
 Encoded = tuple[torch.Tensor, ...]
-BATCHES_AHEAD = 2  # DALI's own default
 
 
 class EncodedImages(Dataset):
@@ -116,7 +115,6 @@ def _pipeline(source: Any, config: Config, device: torch.device) -> Any:
         batch_size=config.batch_size,
         num_threads=torch.get_num_threads(),
         device_id=device.index if on_gpu else None,
-        prefetch_queue_depth=BATCHES_AHEAD,
     )
     with pipeline:
         contents, starts, shapes, flips = fn.external_source(source=source, num_outputs=4)

@@ -223,12 +223,12 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
     left_out = kinds and f"left out: {others.total():,} file(s) without a known suffix ({kinds})"
     counts = [len(class_paths) for class_paths in paths]
     empty = [os.fsdecode(classes[label]) for label, count in enumerate(counts) if not count]
-    if empty:
-        raise UserError(
-            f"{root}: {len(empty):,} of its classes without images: {first_few(empty)}. "
-            "Add their images (.jpg, .png and other usual suffixes), or remove the folders in both "
-            f"train and val. {left_out.capitalize()}".strip()
-        )
+    refuse((
+        empty,
+        f"{root}: {len(empty):,} of its classes without images: {first_few(empty)}. "
+        "Add their images (.jpg, .png and other usual suffixes), or remove the folders in both "
+        f"train and val. {left_out.capitalize()}".strip(),
+    ))  # fmt: skip
     return {
         "version": np.array(CACHE_VERSION),
         "classes": np.array(classes),

@@ -196,14 +196,11 @@ def uniform_numbers(key: Key) -> Iterator[float]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's CPU generator, from which torchvision's transforms draw, and put it back to
     where it was."""
-    # Not torch.manual_seed or torch.random.fork_rng: these reach for the GPU's generators too, and
-    # a seeded GPU generator would repeat its dropout masks with every image.
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed: it reaches for the GPU's generators too, and a seeded one would
+        # repeat its dropout masks with every image.
+        torch.default_generator.manual_seed(seed)
         yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 # -- Validation images -----------------------------------------------------------------------------

@@ -89,11 +89,11 @@ def unpack(archives: Positional[Path], out: Positional[Path]) -> list[str]:
     from torchvision.datasets.imagenet import ARCHIVE_META  # loads torch, for which `check` is fast
 
     files = {part: (archives / ARCHIVE_META[part][0]).absolute() for part in ARCHIVES}
-    if missing := [str(file) for file in files.values() if not file.is_file()]:
-        raise UserError(
-            f"{', '.join(missing)}: not there. Name the folder with image-net.org's archives. For "
-            "Kaggle's files and for unpacked images see docs/data.md."
-        )
+    refuse((
+        missing := [str(file) for file in files.values() if not file.is_file()],
+        f"{', '.join(missing)}: not there. Name the folder with image-net.org's archives. For "
+        "Kaggle's files and for unpacked images see docs/data.md.",
+    ))  # fmt: skip
     unfinished = out / UNFINISHED
     with system_errors(out, *UNWRITABLE):
         out.mkdir(parents=True, exist_ok=True)
@@ -258,11 +258,11 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
         with whole_file(work / INDEX) as file:
             np.savez(file, **index)
         begun = index
-    if not all(np.array_equal(begun[name], value) for name, value in index.items()):
-        raise UserError(
-            f"{folder}: holds shards of other images than the folder has now, or with another "
-            "--images-per-shard. Choose another folder for the shards, or remove this one."
-        )
+    refuse((
+        not all(np.array_equal(begun[name], value) for name, value in index.items()),
+        f"{folder}: holds shards of other images than the folder has now, or with another "
+        "--images-per-shard. Choose another folder for the shards, or remove this one.",
+    ))  # fmt: skip
     if not (folder / INDEX).is_file():
         notes = []
         bar = tqdm(names, folder.name, unit="shard", disable=None)

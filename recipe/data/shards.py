@@ -27,7 +27,7 @@ from recipe.data.image_folder import (
     read_arrays,
     read_patiently,
 )
-from recipe.errors import UserError, system_errors
+from recipe.errors import UserError, refuse, system_errors
 
 INDEX = "index.npz"
 # Raise it whenever an index would be written or read differently.
@@ -99,11 +99,11 @@ def open_images(folder: Path, cache: Path) -> Listing:
     the shards are not finished."""
     if (folder / INDEX).is_file():
         return open_shards(folder)
-    if (folder / UNFINISHED).is_dir():
-        raise UserError(
-            f"{folder}: holds shards that are not all written yet. Run the same "
-            "python -m recipe.data.prepare shards command again: it resumes where it stopped."
-        )
+    refuse((
+        (folder / UNFINISHED).is_dir(),
+        f"{folder}: holds shards that are not all written yet. Run the same "
+        "python -m recipe.data.prepare shards command again: it resumes where it stopped.",
+    ))  # fmt: skip
     return list_images(folder, cache)
 
 
@@ -150,9 +150,9 @@ def open_shards(folder: Path) -> Shards:
     with system_errors(folder, *UNREADABLE):
         found = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
     sizes = zip(shards.shards, shards.shard_bytes.tolist(), strict=True)
-    if others := [name for name, size in sizes if found.get(name) != size]:
-        raise UserError(
-            f"{folder}: {len(others):,} of its {len(shards.shards):,} shards are missing, or not "
-            f"as long as {INDEX} says: {first_few(others)}. Copy them again."
-        )
+    refuse((
+        others := [name for name, size in sizes if found.get(name) != size],
+        f"{folder}: {len(others):,} of its {len(shards.shards):,} shards are missing, or not "
+        f"as long as {INDEX} says: {first_few(others)}. Copy them again.",
+    ))  # fmt: skip
     return shards

@@ -218,7 +218,6 @@ def check(config: Config, engine: str, world_size: int) -> None:
         *_mistakes_of_the_start(config),
         *_mistakes_of_the_recipe(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
-        *_mistakes_with_fp16_weights(config),
     )
 
 
@@ -364,6 +363,21 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
                 "--first-crop-size": config.first_crop_size,
             }.items()
         ],
+        (
+            config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
+            f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the "
+            "mean of squared gradients is rounded to 0, and divided by; use --precision O2",
+        ),
+        (
+            config.precision == "O2" and config.compile,
+            "--compile: cannot be combined with --precision O2, whose fp16 copy of the network "
+            "would not be compiled; use --precision fp16 or bf16",
+        ),
+        (
+            config.precision == "O3" and config.model_ema,
+            "--model-ema: cannot be combined with --precision O3, since a moving average stands "
+            "still where it is rounded to fp16; use --precision O2",
+        ),
     ]
 
 
@@ -390,21 +404,18 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
             "--static-graph: cannot be combined with --batches-per-allreduce, since DDP wants to "
             "see the exchange in its first backward pass; leave one of the two out",
         ),
-        *(_mistakes_with_adasum(config, engine, world_size) if config.use_adasum else []),
-    ]
-
-
-def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mistakes:
-    return [
-        (engine != "horovod", "--use-adasum: only Horovod has it; start horovod_train/train.py"),
         (
-            world_size & (world_size - 1),
+            config.use_adasum and engine != "horovod",
+            "--use-adasum: only Horovod has it; start horovod_train/train.py",
+        ),
+        (
+            config.use_adasum and world_size & (world_size - 1),
             f"--use-adasum: needs a power-of-two number of workers, and there are {world_size}; "
             "start 2, 4, 8 or so",
         ),
         *[
             (
-                is_given,
+                config.use_adasum and is_given,
                 f"{flag}: cannot be combined with --use-adasum, which steps inside the backward "
                 "pass",
             )
@@ -416,28 +427,8 @@ def _mistakes_with_adasum(config: Config, engine: str, world_size: int) -> Mista
             }.items()
         ],
         (
-            config.gradient_predivide_factor is not None,
+            config.use_adasum and predivides,
             "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average",
-        ),
-    ]
-
-
-def _mistakes_with_fp16_weights(config: Config) -> Mistakes:
-    return [
-        (
-            config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
-            f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the "
-            "mean of squared gradients is rounded to 0, and divided by; use --precision O2",
-        ),
-        (
-            config.precision == "O2" and config.compile,
-            "--compile: cannot be combined with --precision O2, whose fp16 copy of the network "
-            "would not be compiled; use --precision fp16 or bf16",
-        ),
-        (
-            config.precision == "O3" and config.model_ema,
-            "--model-ema: cannot be combined with --precision O3, since a moving average stands "
-            "still where it is rounded to fp16; use --precision O2",
         ),
     ]
 

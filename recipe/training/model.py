@@ -42,19 +42,19 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     check_arch(config.arch)
     published = None
     if config.pretrained:
-        if config.arch == RESNET10:
-            raise UserError(
-                f"--pretrained: torchvision has no weights of --arch {RESNET10}; choose another "
-                "network, or give a file with --weights"
-            )
+        refuse((
+            config.arch == RESNET10,
+            f"--pretrained: torchvision has no weights of --arch {RESNET10}; choose another "
+            "network, or give a file with --weights",
+        ))  # fmt: skip
         published = torchvision.models.get_model_weights(config.arch).DEFAULT
-        if len(published.meta["categories"]) != num_classes:
-            raise UserError(
-                f"--pretrained: {config.arch}'s published weights tell "
-                f"{len(published.meta['categories'])} classes apart, and the data has "
-                f"{num_classes}; train from scratch, or give their file with --weights and add "
-                "--new-head"
-            )
+        count = len(published.meta["categories"])
+        refuse((
+            count != num_classes,
+            f"--pretrained: {config.arch}'s published weights tell {count} classes apart, and the "
+            f"data has {num_classes}; train from scratch, or give their file with --weights and "
+            "add --new-head",
+        ))  # fmt: skip
     torch.manual_seed(config.seed)
     try:
         model = _new_network(config, num_classes)

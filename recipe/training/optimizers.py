@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.settings.config import Config
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -68,10 +68,8 @@ def apex_optimizers(config: Config, device: torch.device) -> Any:
     another package, and without a GPU."""
     flag = f"--optimizer {config.optimizer}"
     instead = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[config.optimizer]
-    if device.type != "cuda":
-        raise UserError(
-            f"{flag}: has kernels for GPUs only, and this run is on the CPU; use {instead}"
-        )
+    on_cpu = f"{flag}: has kernels for GPUs only, and this run is on the CPU; use {instead}"
+    refuse((device.type != "cuda", on_cpu))
     try:
         from apex import optimizers
     except Exception as error:  # whatever another package of that name may raise

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from recipe.errors import UserError
+from recipe.errors import refuse
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 
@@ -169,11 +169,11 @@ class LossScaler(torch.amp.GradScaler):
         if not sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
             return optimizer.step(*args, **kwargs)
         self.skipped_steps += 1
-        if self.fixed is None and self.get_scale() <= LEAST_SCALE:
-            raise UserError(
-                f"gradients overflow at a loss scale of {self.get_scale():.2g} still: training "
-                "has diverged; lower --base-lr, lengthen --warmup-epochs or use --precision bf16"
-            )
+        refuse((
+            self.fixed is None and self.get_scale() <= LEAST_SCALE,
+            f"gradients overflow at a loss scale of {self.get_scale():.2g} still: training "
+            "has diverged; lower --base-lr, lengthen --warmup-epochs or use --precision bf16",
+        ))  # fmt: skip
         return None
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
