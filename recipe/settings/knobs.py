@@ -151,12 +151,10 @@ def read_knobs(path: Path) -> dict[str, Knobs]:
             f"--knobs {path}: {error}; there are {known}, and a table of variables of each, such "
             'as [ddp.environment] with NCCL_ALGO = "Ring"'
         ) from None
-    tables = {engine: getattr(file, engine) for engine in SETTINGS}
     knobs = {}
-    for engine, table in tables.items():
-        if table is not None:
-            settings = {name: getattr(table, name) for name in SETTINGS[engine]}
-            given = {name: value for name, value in settings.items() if value is not None}
+    for engine, own in SETTINGS.items():
+        if (table := getattr(file, engine)) is not None:
+            given = {name: v for name in own if (v := getattr(table, name)) is not None}
             place = f"--knobs {path}: {engine}"
             for name, value in given.items():
                 if bound := FLAGS[name].bound:
