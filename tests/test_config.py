@@ -372,6 +372,11 @@ def test_a_rate_of_a_job_is_to_be_divided_where_its_workers_are_not_known() -> N
         read_flags("ddp", 1, ["--dist-url", "env://", "--lr", "0.8", "/images"], talk=False)
 
 
+def test_an_empty_word_before_one_that_is_left_out() -> None:
+    with pytest.raises(UserError, match="--xyz: leave it out"):
+        read_flags("ddp", 1, ["", "--xyz"], talk=False)
+
+
 def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of("--lr 0.1 --b 208 --gpu 0 /images --xyz --momentum 7 -j -1", size=8) == 2
     said = capsys.readouterr().err.splitlines()

@@ -120,7 +120,7 @@ def in_our_words(
             other = APEX_RATE
         values = _values(value, config, world_size)
         replaced = other.words.partition(" ")[0]
-        if replaced in corrected:  # of a flag given twice the last one counts
+        if replaced and replaced in corrected:  # of a flag given twice the last one counts
             place = corrected.index(replaced)
             del corrected[place : place + 1 + FLAG_NAMES[replaced]]
         instead = other.words.format(**values)
