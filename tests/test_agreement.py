@@ -218,12 +218,16 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
 
 
 PRETENDED_GPU = """
-import types, torch, torch.distributed as dist
+import sys, types, torch, torch.distributed as dist
 real_init = dist.init_process_group
 def init(backend, **others):
     import torch.testing._internal.distributed.fake_pg
     real_init(backend.replace("nccl", "fake"), **others)
-module.choose_device = lambda config, world: torch.device("cuda", 0)
+def choose_device(config, world):
+    if hvd := sys.modules.get("horovod.torch"):
+        hvd.nccl_built = hvd.cuda_built = lambda: True
+    return torch.device("cuda", 0)
+module.choose_device = choose_device
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid="GPU-0")
 dist.init_process_group = init
 """
