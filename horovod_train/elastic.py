@@ -26,7 +26,7 @@ AGAIN, OVER, HOSTS = "again", "over", "hosts"  # begin again; end; begin again, 
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")  # as it answers
 # For ranks to find each other, and for the driver to hear of all: a little more than its own limit.
 MEETING_S = 60 + int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
-ANOTHER_S = 2.0  # after an error: another rank's loss, of which its watcher tells, may be the cause
+ANOTHER_S = 1.0  # after an error: another rank's loss, of which its watcher tells, may be the cause
 
 
 def supervise() -> None:
