@@ -208,7 +208,7 @@ def all_tables(report: Report) -> list[Table]:
     phases = (
         "Means over ranks and blocks, of the turns that the verdicts are from (of whole runs: of "
         "rank 0). Exposed: how much longer a step takes because of the gradient exchange; with one "
-        "worker, who has nobody to exchange with, the engine's own work. Other: records, and what "
+        "worker, which exchanges nothing, the engine's own work. Other: records, and what "
         "else ends a step."
     )
     differences = (
