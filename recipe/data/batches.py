@@ -8,7 +8,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shlex
-import signal
 import threading
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator
@@ -477,8 +476,6 @@ def _begin_worker(worker: int) -> None:
     torch's workers look for the end of their parent process; a forkserver's never ends before them,
     and so they would stay for good after a trainer that was killed or left by os._exit.
     """
-    for number in watch.SIGNALS:  # torchrun sends them to a rank's whole group; they are the rank's
-        signal.signal(number, signal.SIG_IGN)
     keep_freed_memory()
     prepare_output()
     trainer = multiprocessing.parent_process()
