@@ -60,7 +60,7 @@ def start_loaders_server() -> None:
     spawn = util.spawnv_passfds
     if errors.is_watched:  # a fork of a process that has loaded it all
         util.spawnv_passfds = _fork_instead  # type: ignore[assignment]
-    # What torchrun sends to a rank's whole group is for the rank: neither the server nor the workers
+    # What torchrun sends to a rank's whole group is for the rank: neither the server nor workers
     # that it forks get these signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watch.SIGNALS)
     forkserver.ensure_running()
