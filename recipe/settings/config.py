@@ -217,6 +217,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
         *_mistakes(config),
         *_mistakes_of_the_start(config),
         *_mistakes_of_the_recipe(config),
+        *_mistakes_of_the_precision(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
     )
 
@@ -363,6 +364,11 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
                 "--first-crop-size": config.first_crop_size,
             }.items()
         ],
+    ]
+
+
+def _mistakes_of_the_precision(config: Config) -> Mistakes:
+    return [
         (
             config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
             f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the "
