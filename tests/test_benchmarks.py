@@ -24,8 +24,7 @@ from benchmarks.programs.without_instruments import Nothing
 from compare.evidence import goals
 from compare.evidence.goals import Goal, goals_of
 from compare.evidence.paired import Estimate
-from compare.evidence.reading import read_record
-from compare.evidence.turns import Block
+from compare.evidence.reading import read_block
 from compare.page.tables import goals_tables, table_text
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.options import make_plan, parse_options
@@ -131,8 +130,8 @@ def test_flags_copies_and_folder_of_a_side() -> None:
     words += ["--goals", "a:b=0.9", "--steps", "7", "--turns", "3", "--warm-up-steps", "9"]
     plan = make_plan(parse_options([*words, "--", "--lr", "1"], ""))
     assert (plan.goals, plan.pairs(), plan.rounds) == ({"a:b": 0.9}, [("a", "b")], 3)
-    side = side_of(plan.in_order(1, "", 0)[0], plan, Path("/block"))
-    side = side if side.name == "a" else side_of(plan.in_order(1, "", 0)[1], plan, Path("/block"))
+    sides = [side_of(one, plan, Path("/block")) for one in plan.in_order(1, "", 0)]
+    (side,) = [one for one in sides if one.name == "a"]
     assert (side.copies, side.steps, side.warm_up, side.environment) == (2, 7, 9, {"X": "1"})
     assert side.command(Path("/f"), by_turns=True) == ["python", "a.py", "--lr", "1", "--to", "/f"]
     assert side.shown().endswith("# 2 of them at once")
@@ -159,14 +158,14 @@ def test_a_plan_that_is_not_there_is_refused(refusal: Callable[..., str]) -> Non
 
 
 def test_a_side_may_have_no_phases(tmp_path: Path) -> None:
-    """A bare loop beside a trainer: each side's turns have the same."""
+    """A bare loop beside a trainer."""
     block = json.loads(json.dumps(asdict(a_block({"loop": [9.0, 9.0], "ddp": [8.0, 8.0]}))))
     block |= {"steps": {"loop": 1, "ddp": 1}}
     for turn in block["turns"][2:]:
         turn["phases"] = {"backward": 0.1}
     path = tmp_path / "block.json"
     path.write_text(json.dumps(block))
-    assert read_record(path, Block).phases("loop") == {}
+    assert read_block(path).phases("loop") == {}
 
 
 def test_a_trainer_without_instruments_takes_turns() -> None:

@@ -22,7 +22,7 @@ from compare.evidence.paired import (
     confidence_after,
     estimate_logs,
 )
-from compare.evidence.reading import read_record
+from compare.evidence.reading import read_block
 from compare.evidence.stopping import is_enough, reason_to_stop
 from compare.evidence.turns import Block
 from compare.evidence.verdicts import DIFFERENT, Verdict, decided, holm
@@ -190,8 +190,7 @@ def test_the_interval_covers_the_truth_with_turns_drawn_from_recorded_ones(row):
 
 
 def recorded_blocks(row: str) -> list[Block]:
-    paths = (RECORD / f"blocks/{row}/block-{number}/block.json" for number in (1, 2, 3))
-    return [read_record(path, Block) for path in paths]
+    return [read_block(RECORD / f"blocks/{row}/block-{number}/block.json") for number in (1, 2, 3)]
 
 
 def residuals(block: Block) -> Array:

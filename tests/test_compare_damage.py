@@ -152,12 +152,21 @@ def test_a_folder_of_another_name_is_no_block(name, folder):
     assert after.damaged_blocks == [] and len(after.blocks("", 2)) == 5
 
 
-def test_an_impossible_figure_is_found_under_a_whole_seal(folder, capsys):
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda b: b["turns"][3].update(purpose="disturbed"), "nobody had disturbed it"),
+        (lambda b: b["turns"][3].update(images=7), "has 7 images, and its steps 128"),
+        (lambda b: b["turns"][2]["phases"].pop("data"), "not the same phases"),
+        (lambda b: b["turns"][3].update(seconds=0), "seconds = 0"),
+    ],
+)
+def test_an_honest_mistake_is_found_under_a_whole_seal(made, message, folder, capsys):
     block = json.loads((folder / BLOCK).read_text())
-    block["turns"][3]["seconds"] = 0
+    made(block)
     edit(folder / BLOCK, **block)
     assert decisions(folder) == {"undecided"}
-    assert "seconds = 0" in unreadable(folder, capsys)
+    assert message in unreadable(folder, capsys)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming a user who may not read needs root")

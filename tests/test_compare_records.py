@@ -14,6 +14,7 @@ from records import UNSEALED, a_plan, a_summary, an_environment, edit, find, mak
 
 from compare.evidence import records as records_module
 from compare.evidence.chain import reseal
+from compare.evidence.reading import TimedSummary, contradictions
 from compare.evidence.records import (
     find_comparison,
     load_comparison,
@@ -24,7 +25,7 @@ from compare.page.html import render_page
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_json import plan_record, write_plan
 from recipe.errors import UserError
-from recipe.record.schema import Input, Phases, Rank
+from recipe.record.schema import Input, Phases, Rank, Settings
 
 STEPS_PER_EPOCH, EPOCHS = 12, 6
 # What share of a step each phase takes; the exchange of gradients is the rest.
@@ -198,12 +199,15 @@ def test_recorded_comparisons_are_whole(folder):
         assert run.evaluations and run.summary.phases.step_seconds
 
 
+STEPS = "72 steps are of 32 images"
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
         *(
             ("summary.json", {"images_per_second": value}, "images_per_second")
-            for value in ("fast", None, True, 0, math.nan, math.inf)
+            for value in ("fast", None, True, 0, math.nan, math.inf, 12345.0)
         ),
         ("summary.json", {"weights_sha256": ...}, "missing required field `weights_sha256`"),
         ("environment.json", {"hosts": "node"}, "hosts = .*expected `array`"),
@@ -211,15 +215,60 @@ def test_recorded_comparisons_are_whole(folder):
         ("environment.json", {"world_size": 2}, "world_size is 2, but the plan has 1"),
         ("summary.json", {"phases": {"step_seconds": "long"}}, r"phases\.step_seconds = "),
         ("summary.json", {"ranks": [{"forward_seconds": True}]}, r"ranks\[0\]\.forward_seconds = "),
+        ("summary.json", {"samples_seen": 7}, f"samples_seen is 7, but {STEPS}"),
         ("summary.json", {"transport": "MPI\nverdict"}, "holds a control character"),
         ("outcome.json", {"status": "fine"}, "status = 'fine'"),
     ],
 )
 def test_figures_that_do_not_fit_together_are_named(one_block, file, changes, message):
     edit(one_block / "block-1/ddp-torchrun-1" / file, **changes)
-    [run] = [run for run in load_comparison(one_block).runs if not run.is_complete]
-    assert (run.status, run.folder) == ("unreadable", one_block / "block-1/ddp-torchrun-1")
-    assert re.search(rf"ddp-torchrun-1/.*{message}", run.reason)
+    reason = reason_of(one_block, "ddp-torchrun-1")
+    assert re.search(rf"ddp-torchrun-1/.*{message}", reason)
+
+
+TOOK = "images_per_second is {}, but a step of 32 to 64 images took 0.1 s"
+
+
+@pytest.mark.parametrize(
+    ("images", "speed", "message"),
+    [
+        (72 * 32, 320.0, ""),
+        (72 * 64, 640.0, ""),
+        (72 * 31, 500.0, "samples_seen is 2232, but 72 steps are of 32 to 64 images"),
+        (72 * 50, 290.0, TOOK.format(290)),
+        (72 * 50, 700.0, TOOK.format(700)),
+    ],
+)
+def test_steps_grow_as_the_settings_say(images, speed, message):
+    settings = Settings(log_dir="", name=None, batch_size_warmup_epochs=1)
+    work = {"batch_size": 32, "world_size": 2, "batches_per_allreduce": 1}
+    fields = {"samples_seen": images, "images_per_second": speed, "fingerprint": work}
+    summary = TimedSummary(**vars(a_summary(**fields, phases=Phases(step_seconds=0.1))))
+    assert message in next(contradictions(settings, summary, 72), "")
+
+
+def reason_of(folder: Path, cell: str) -> str:
+    """Load a comparison of which one run of the first block is to be unreadable; return why."""
+    [run] = [run for run in load_comparison(folder).runs if not run.is_complete]
+    assert (run.status, run.folder) == ("unreadable", folder / "block-1" / cell)
+    return run.reason
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: "", "metrics.jsonl, its last line is no JSON object"),
+        (
+            lambda text: text + '{"kind": "step", "ep',
+            "metrics.jsonl, its last line is no JSON object",
+        ),
+        (lambda text: text[: len(text) // 2].rpartition("\n")[0], "but the run had 72 steps"),
+    ],
+)
+def test_metrics_that_were_cut_or_emptied_make_a_run_unreadable(one_block, damage, message):
+    path = one_block / "block-1/ddp-torchrun-1/metrics.jsonl"
+    path.write_text(damage(path.read_text()))
+    assert message in reason_of(one_block, "ddp-torchrun-1")
 
 
 def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(one_block):

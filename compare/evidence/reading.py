@@ -1,9 +1,10 @@
 """Read a run folder, strictly: every field of the records in recipe/record/schema.py is there and
-of its type, or UserError names the file and the field."""
+of its type, and no figure contradicts another, or UserError names the file and the field."""
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,10 +15,12 @@ from compare.evidence import packed
 from compare.evidence.turns import Block, Turn
 from compare.plan.plan import Outcome
 from compare.plan.plan_file import explanation
-from recipe.errors import UserError
-from recipe.record.schema import METRICS, Positive, Summary
+from recipe.errors import UserError, refuse
+from recipe.record.schema import METRICS, Positive, Settings, Summary
 
 Record = TypeVar("Record")
+FACTORS = ("batch_size", "world_size", "batches_per_allreduce")  # of the images in a step
+TOLERANCE = 0.05  # between a rate and the time that a step took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,42 @@ class TimedSummary(Summary):
 
     images_per_second: Positive
     cpu_seconds_per_image: Positive
+
+
+def contradictions(config: Settings, summary: TimedSummary, last_step: Any) -> Iterator[str]:
+    """Yield what of a run's figures does not fit together, `last_step` being that of
+    metrics.jsonl."""
+    most = math.prod(summary.fingerprint[name] for name in FACTORS)
+    fewest = most / (1 + config.batch_size_warmup_epochs)  # or a little more: it is rounded up
+    size = f"{most}" if fewest == most else f"{fewest:g} to {most}"
+    seen, steps = summary.samples_seen, summary.steps
+    if last_step != steps:
+        yield f"metrics.jsonl: its last line is of step {last_step}, but the run had {steps} steps"
+    if not fewest * steps <= seen <= most * steps:
+        yield f"summary.json: samples_seen is {seen}, but {steps} steps are of {size} images"
+    seconds, margin = summary.phases.step_seconds, math.exp(TOLERANCE)
+    speed = summary.images_per_second
+    if seconds and not fewest / margin <= speed * seconds <= most * margin:
+        yield (
+            f"summary.json: images_per_second is {speed:g}, but a step of {size} images took "
+            f"{seconds:g} s"
+        )
+
+
+def read_block(path: Path) -> Block:
+    """Read block.json."""
+    return parse_block(read_object(path), path)
+
+
+def parse_block(told: dict[str, Any], path: Path) -> Block:
+    """Return what is told of a block, in block.json or elsewhere; UserError if the turns of a side
+    have not the same phases. (A bare loop has none.)"""
+    block = parse(told, Block, path)
+    turns = [*block.of("speed"), *block.of("ablation")]
+    phases = [{frozenset(t.phases) for t in turns if t.side == side} for side in block.order]
+    problem = f"{path}: the turns of a side have not the same phases"
+    refuse((any(len(own) > 1 for own in phases), problem))
+    return block
 
 
 def read_outcome(folder: Path) -> Outcome:
@@ -57,6 +96,13 @@ def read_metrics(path: Path) -> dict[type, list[Any]]:
         if kind := METRICS.get(str(line.get("kind"))):
             lines[kind].append(parse(line, kind, where))
     return lines
+
+
+def read_last_step(path: Path) -> Any:
+    """Return the step of the last line of metrics.jsonl; the others, which may be many, are parsed
+    when they are shown."""
+    last, where = read_text(path).rstrip().rpartition("\n")[2], f"{path}, its last line"
+    return decode(last, where).get("step")
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:

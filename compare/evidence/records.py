@@ -1,6 +1,8 @@
 """Read a comparison: its plan, and the run folders that the plan asks for."""
 
+import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -13,7 +15,10 @@ from compare.evidence.paired import confidence_after
 from compare.evidence.reading import (
     TimedSummary,
     blocks_of_runs,
+    contradictions,
     parse,
+    parse_block,
+    read_last_step,
     read_metrics,
     read_outcome,
     read_record,
@@ -227,6 +232,13 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
             read_sealed(folder / "outcome.json", comparison)
             read_written(run, folder)
             run.summary = read_record(folder / "summary.json", TimedSummary)
+            last = read_last_step(folder / "metrics.jsonl")
+            refuse(
+                *(
+                    (True, f"{folder}/{one}")
+                    for one in contradictions(run.config, run.summary, last)
+                )
+            )
     except (UserError, OSError) as error:
         return RunRecord(**place, status="unreadable", reason=str(error))
     return run
@@ -253,7 +265,7 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
         path = numbered[number]
         try:
             told = read_sealed(path, comparison.folder, before)
-            block = parse(told, Block, path)
+            block = parse_block(told, path)
             sides = []
             for run in comparison.plan.in_order(number, case, workers):
                 folder = path.parent / run.configuration.name
@@ -262,6 +274,8 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
                     tell_script(sides[-1], block)
                 else:
                     read_written(sides[-1], folder / "0/run")
+            for problem in contradictions_of_turns(block, sides):
+                raise UserError(f"{path}: {problem}")
         except (UserError, OSError) as error:
             comparison.damaged_blocks.append((case, workers, str(error)))
             return
@@ -288,3 +302,25 @@ def read_written(run: RunRecord, folder: Path) -> None:
     ran = run.environment.world_size
     problem = f"{folder}/environment.json: world_size is {ran}, but the plan has {planned}"
     refuse((ran != planned, problem))
+
+
+def contradictions_of_turns(block: Block, sides: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield in what turns contradict the sides' settings, or the rule by which one is left out:
+    honest mistakes, for whether they are what was measured is the chain's to say."""
+    for turn in block.of("disturbed"):
+        if turn.other_load <= block.quiet_cores:
+            yield f"a turn of {turn.side} was left out, and nobody had disturbed it"
+    for side in sides:
+        name = side.configuration
+        expected = block.steps.get(name, 0) * images_per_step(side)
+        for turn in block.turns:
+            counts = turn.side == name and turn.purpose != "trial"
+            if counts and expected and not math.isclose(turn.images, expected):
+                yield f"a turn of {name} has {turn.images:g} images, and its steps {expected}"
+
+
+def images_per_step(side: RunRecord) -> int:
+    """Return the images of a side's step, of all its workers."""
+    config = side.config
+    passes = config.batches_per_allreduce * side.environment.world_size
+    return (config.batch_size or 0) * passes

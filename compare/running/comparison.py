@@ -17,6 +17,7 @@ from compare.evidence.paired import MIN_BLOCKS, confidence_after
 from compare.evidence.reading import (
     TimedSummary,
     blocks_of_runs,
+    read_block,
     read_object,
     read_outcome,
     read_record,
@@ -204,7 +205,7 @@ def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]
                 f"{error}; delete this block's folder and those of the blocks after it, and the "
                 "same command measures them anew"
             ) from None
-        blocks.append(read_record(path, Block))
+        blocks.append(read_block(path))
     return blocks
 
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from compare.evidence.reading import read_record
+from compare.evidence.reading import read_block
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS
 from compare.plan.environment import ROOT, run_environment
@@ -125,7 +125,7 @@ def run_block(
         }
     measured["seconds"] = round(time.monotonic() - began, 3)
     write_json(folder / "block.json", seal(measured))
-    return read_record(folder / "block.json", Block)
+    return read_block(folder / "block.json")
 
 
 @dataclass
