@@ -3,14 +3,16 @@ left, and nothing ends with a traceback."""
 
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from records import edit
+from records import a_plan, edit, make_turns
 from test_compare_keep import kept_of, words
+from test_compare_records import make_comparison
 from test_compare_turns import by_turns
 
 from compare import keep, report
@@ -211,6 +213,54 @@ def test_a_changed_record_is_not_kept(folder, tmp_path, refusal):
     change(folder / RUN, lambda one: one.update(seconds=1))
     told = refusal(keep.main, words(folder, tmp_path / "results"))
     assert "not kept" in told and str(RUN) in told
+
+
+# A value in the place of each field of plan.json, as JSON; None: the field is missing.
+VALUES = (
+    "null", '""', "-1", "0", "[]", "{}", DEEP, '"text"', '[null]', '{"a": null}', "true", "NaN",
+    "1e400", "9" * 30, "9" * 400, None,
+)  # fmt: skip
+
+
+def fields_of(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of all that a JSON value holds; of a list its first and last."""
+    if at:
+        yield at
+    found = value if isinstance(value, dict) else {}
+    if isinstance(value, list) and value:
+        found = {0: value[0], len(value) - 1: value[-1]}
+    for key, inner in found.items():
+        yield from fields_of(inner, (*at, key))
+
+
+def with_value(original: str, at: tuple[Any, ...], value: str | None) -> str:
+    record = inner = json.loads(original)
+    for key in at[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = "HERE"
+    return json.dumps(record).replace('"HERE"', value or "")
+
+
+@pytest.mark.parametrize("file", ["plan.json", "block-1/ddp-torchrun-1/outcome.json"])
+def test_a_record_of_any_shape_is_no_traceback(file, tmp_path, capsys):
+    """Each field in turn: the report is made, or one message says which file is to blame."""
+    folder = make_comparison(tmp_path / "runs", a_plan(workers=(1,), blocks=1))
+    make_turns(folder, {"ddp-torchrun": 100, "horovod-mpi": 95}, blocks=3, rounds=3)
+    path, dice = folder / file, random.Random(36)
+    original = path.read_text()
+    forms = (["--no-html"], ["--markdown"], ["--csv"], ["--json"], ["--html", f"{folder}/x.html"])
+    for at in fields_of(json.loads(original)):
+        for value in dice.sample(VALUES, 2 if len(at) == 1 else 1):
+            path.write_text(with_value(original, at, value))
+            words = forms[0] if dice.random() < 0.9 else dice.choice(forms)
+            code = report.main([str(folder), *words])  # which ends the test if it raises
+            told = capsys.readouterr()
+            if code:
+                assert code == 1 and len(told.err.splitlines()) == 1, (at, value)
+                assert str(folder) in told.err, (at, value)
 
 
 def test_a_fault_of_our_own_shows_its_traceback(folder, monkeypatch):

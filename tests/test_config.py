@@ -796,6 +796,7 @@ def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
         ("[horovod.environment]\nHOROVOD_CYCLE_TIME = 1", ["`str`, got `int`"]),
         ("[horovod.environment]\nHOROVOD_RANK = '1'", ["HOROVOD_RANK"]),
         ("[horovod.environment]\nHOROVOD_TIMELINE = '/t'", ["HOROVOD_TIMELINE"]),
+        ('[ddp.environment]\nNCCL_ALGO = "\\u0000"', ["$.ddp.environment"]),
         ("[ddp.environment]\nHOROVOD_CYCLE_TIME = '1'", ["[horovod.environment]"]),
         ("[ddp.environment]\nPATH = '/'", ["ddp.environment.PATH", "in the shell"]),
         ("[ddp.environment]\nNCCL_COMM_ID = 'a:1'", ["NCCL_COMM_ID", "where the ranks meet"]),

@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -124,7 +124,8 @@ class Knobs:
 def _table_of(engine: str) -> Any:
     """The form of an engine's table: its settings, and a table of variables."""
     settings: list[Any] = [(name, kind | None, None) for name, kind in SETTINGS[engine].items()]
-    variables: Any = ("environment", dict[str, str], msgspec.field(default_factory=dict))
+    text = Annotated[str, msgspec.Meta(pattern="^[^\0]*$")]  # no variable can hold a zero byte
+    variables: Any = ("environment", dict[str, text], msgspec.field(default_factory=dict))
     return msgspec.defstruct(engine, [*settings, variables], forbid_unknown_fields=True)
 
 
