@@ -23,7 +23,6 @@ from recipe.watch import SIGNALS
 
 OWN_RANK = "TRAINED_UNDER_WATCH"  # set for a rank that has been started here
 GENERATION = "TRAINING_GENERATION"  # which start of the ranks this is, the first being 0
-
 POLL_S = 0.02
 NOTICE_S = 1.0  # a rank that hears of another's loss has so long to end by itself
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # one watches so often for others' losses; all do together
