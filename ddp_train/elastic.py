@@ -31,7 +31,7 @@ def supervise() -> None:
     if config.resume != "auto" or config.name is None:
         return
     with one_message(world):
-        nursery = Nursery("ddp_train.train")
+        nursery = Nursery("ddp_train.train", config.knob_variables)
         from torch.distributed import TCPStore
 
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import NoReturn
@@ -31,11 +32,14 @@ LIBC = ctypes.CDLL(None)
 
 
 class Nursery:
-    """Starts a rank, again and again, one at a time; `module` is what a rank will need."""
+    """Starts a rank, again and again, one at a time; `module` is what a rank will need, and
+    `variables` are set while that is imported."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, variables: Iterable[str] = ()) -> None:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
         importlib.import_module(module)
+        for name in variables:  # a rank sets them itself, and records that it has
+            del os.environ[name]
         gc.freeze()  # else a collection in a rank copies the memory of all that was imported
         resource_tracker.ensure_running()  # removes what loader workers leave, and outlives a rank
         self.rank, self.asked = 0, False  # the rank's process; whether it was asked to end

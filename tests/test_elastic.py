@@ -23,7 +23,17 @@ from elastic import (
     steps_in,
     write_slots,
 )
-from launching import ROOT, SMALL, TRAINERS, rarely, resumed_at, run, wait_until, words_of
+from launching import (
+    ROOT,
+    SMALL,
+    TRAINERS,
+    rarely,
+    read_json,
+    resumed_at,
+    run,
+    wait_until,
+    words_of,
+)
 
 from horovod_train.announcements import Announcements
 
@@ -193,12 +203,16 @@ def kill_ranks_of_torchrun(times: int, folder: Path) -> Callable[[subprocess.Pop
 def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) -> None:
     launcher = words_of("torchrun --max-restarts", TRAINERS["ddp"])
     launcher[launcher.index("--max-restarts") + 1] = "2"
+    (tmp_path / "knobs.toml").write_text("[ddp.environment]\nNCCL_ALGO = 'Ring'\n")
     place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1 --checkpoint-steps 2"
     words = [*launcher, *f"{SMALL} {place} --epochs 100000".split(), "--max-steps", "100000"]
+    words += ["--knobs", f"{tmp_path}/knobs.toml", "--num-groups", "2"]
     folder = tmp_path / "run"
     finished = run(words, 200, kill_ranks_of_torchrun(3, folder))
     assert finished.returncode != 0
     assert finished.output.count("going on after step") == 2, finished.output
+    assert finished.output.count("warning: --num-groups has no effect") == 1  # by the watcher alone
+    assert read_json(folder / "config.json")["knob_variables"] == {"NCCL_ALGO": "Ring"}
 
 
 # A nursery in a process of its own, with a rank for each way in which one starts and ends.
