@@ -13,8 +13,8 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from recipe.errors import one_message
-from recipe.nursery import GENERATION, OWN_RANK, Nursery, leave_like, look_s
+from recipe.errors import OWN_RANK, one_message
+from recipe.nursery import GENERATION, Nursery, leave_like, look_s
 from recipe.settings.config import parse_args
 from recipe.watch import nearest_launcher, own_world
 

@@ -36,9 +36,9 @@ WRITES: list[Future[None]] = []
 # Set when this rank ends because of an error: a signal is then the launcher's, which has seen
 # another rank end.
 FAILING = threading.Event()
-# Whether a watcher starts this rank anew when it ends because another one is lost
-# (recipe/nursery.py), of which it then says nothing.
-is_watched = False
+# Set for a rank whose watcher starts it anew when it ends because another one is lost
+# (recipe/nursery.py): of that it says nothing.
+OWN_RANK = "TRAINED_UNDER_WATCH"
 # A run was asked to end by a signal, and has kept a checkpoint: EX_TEMPFAIL of sysexits.h, which
 # invites to start it again.
 EXIT_SAVED = 75
@@ -222,7 +222,7 @@ def one_message(world: World) -> Iterator[None]:
         else:
             told = limit_reached(error)
         is_lost = not told and is_lost_peer(error)
-        if is_lost and is_watched:
+        if is_lost and OWN_RANK in os.environ:
             leave(EXIT_LOST_PEER)
         time.sleep(LOST_PEER_DELAY_S if is_lost else 0)
         message = f"error: {told}" if told else traceback.format_exc()

@@ -18,13 +18,12 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import NoReturn
 
-from recipe import errors
-from recipe.errors import EXIT_LOST_PEER
+from recipe.errors import EXIT_LOST_PEER, OWN_RANK
 from recipe.watch import SIGNALS
 
-OWN_RANK = "TRAINED_UNDER_WATCH"  # set for a rank that has been started here
 GENERATION = "TRAINING_GENERATION"  # which start of the ranks this is, the first being 0
 POLL_S = 0.02
+ENDED_S = 0.5  # a thread that has ended is counted for a moment more
 NOTICE_S = 1.0  # a rank that hears of another's loss has so long to end by itself
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # one watches so often for others' losses; all do together
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -48,8 +47,10 @@ class Nursery:
     def start(self) -> bool:
         """Fork a rank, in which this is True: it is to train, with the variables that are set now,
         and ends with this process."""
-        cuda = sys.modules["torch"].cuda
-        is_bare = len(os.listdir("/proc/self/task")) == 1 and not cuda.is_initialized()
+        until = time.monotonic() + ENDED_S
+        while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
+            time.sleep(POLL_S)
+        is_bare = threads == 1 and not sys.modules["torch"].cuda.is_initialized()
         sys.stdout.flush()
         heard = [one for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         signal.pthread_sigmask(signal.SIG_BLOCK, heard)
@@ -66,8 +67,6 @@ class Nursery:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
         if self.rank == 0 and not is_bare:
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-        if self.rank == 0:
-            errors.is_watched = True
         return self.rank == 0
 
     def _pass_on(self, number: int, _: object) -> None:

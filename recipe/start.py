@@ -13,7 +13,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from recipe import errors, watch
+from recipe import watch
 from recipe.errors import one_message
 from recipe.settings.config import Config, parse_args
 from recipe.watch import nearest_launcher, own_world, start_watchdog
@@ -58,7 +58,7 @@ def start_loaders_server() -> None:
     forkserver.set_forkserver_preload(["recipe.session"])
     resource_tracker.ensure_running()
     spawn = util.spawnv_passfds
-    if errors.is_watched:  # a fork of a process that has loaded it all
+    if "recipe.session" in sys.modules:  # a fork of a process that has loaded it all
         util.spawnv_passfds = _fork_instead  # type: ignore[assignment]
     # What torchrun sends to a rank's whole group is for the rank: neither the server nor workers
     # that it forks get these signals.

@@ -217,13 +217,16 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
 
 # A nursery in a process of its own, with a rank for each way in which one starts and ends.
 NURSERY = """
-import os, signal, sys, threading
-from recipe.nursery import OWN_RANK, Nursery
-if OWN_RANK in os.environ and os.environ["HOW"] == "exec":
+import os, signal, sys, threading, time
+from recipe.errors import OWN_RANK
+from recipe.nursery import Nursery
+if OWN_RANK in os.environ:  # a new interpreter, not a fork
     sys.exit(7)
 nursery, codes = Nursery("recipe.ranks"), []
-for how in ("exit", "kill", "lost", "hang", "exec"):
+for how in ("exit", "kill", "lost", "hang", "thread that ends", "exec"):
     os.environ["HOW"] = how
+    if how == "thread that ends":  # it is waited for
+        threading.Thread(target=time.sleep, args=(0.1,)).start()
     if how == "exec":  # with a second thread, or CUDA, it is a new interpreter
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     if nursery.start():
@@ -243,5 +246,5 @@ def test_a_nursery_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
         [sys.executable, tmp_path / "nursery.py"], capture_output=True, text=True, timeout=200,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    expected = [(3, False), (-9, True), (76, True), (-9, True), (7, False)]
+    expected = [(3, False), (-9, True), (76, True), (-9, True), (76, True), (7, False)]
     assert told.stdout == f"{expected}\n", told

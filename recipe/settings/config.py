@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 import tyro
 from tyro.conf import arg
 
-from recipe import errors
-from recipe.errors import UserError, fail, near_match, refuse
+from recipe.errors import OWN_RANK, UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
 from recipe.settings.others import in_our_words, is_others, with_open_numbers
@@ -43,7 +42,7 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
     except SystemExit as ended:  # tyro answered --help, or said what is wrong with the flags
         fail(world, "", exit_code=int(ended.code or 0))
     variables, overruled = set_variables(knobs)  # before an engine is loaded, which reads them
-    if world.is_first and not errors.is_watched:  # else the watcher has said it
+    if world.is_first and OWN_RANK not in os.environ:  # else the watcher has said it
         unscaled = rate_of_another_batch(config, base, argv)
         for line in [*without_effect(config, base, engine, world.size), *overruled, *unscaled]:
             print(f"warning: {line}", file=sys.stderr)
