@@ -39,6 +39,7 @@ FAILING = threading.Event()
 # Set for a rank whose watcher starts it anew when it ends because another one is lost
 # (recipe/nursery.py): of that it says nothing.
 OWN_RANK = "TRAINED_UNDER_WATCH"
+keep_state: Callable[[], object] | None = None  # what it does instead, if it can
 # A run was asked to end by a signal, and has kept a checkpoint: EX_TEMPFAIL of sysexits.h, which
 # invites to start it again.
 EXIT_SAVED = 75
@@ -223,6 +224,9 @@ def one_message(world: World) -> Iterator[None]:
             told = limit_reached(error)
         is_lost = not told and is_lost_peer(error)
         if is_lost and OWN_RANK in os.environ:
+            with suppress(Exception):  # the last checkpoint is there
+                if keep_state:
+                    keep_state()
             leave(EXIT_LOST_PEER)
         time.sleep(LOST_PEER_DELAY_S if is_lost else 0)
         message = f"error: {told}" if told else traceback.format_exc()

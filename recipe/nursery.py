@@ -24,10 +24,13 @@ from recipe.watch import SIGNALS
 GENERATION = "TRAINING_GENERATION"  # which start of the ranks this is, the first being 0
 POLL_S = 0.02
 ENDED_S = 0.5  # a thread that has ended is counted for a moment more
-NOTICE_S = 1.0  # a rank that hears of another's loss has so long to end by itself
+NOTICE_S = 5.0  # a rank that hears of another's loss has so long to end by itself
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # one watches so often for others' losses; all do together
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LIBC = ctypes.CDLL(None)
+
+# Files in this host's memory that outlive a rank, and end with its nursery (record/spare.py).
+files: tuple[int, int] | None = None
 
 
 class Nursery:
@@ -35,6 +38,8 @@ class Nursery:
     `variables` are set while that is imported."""
 
     def __init__(self, module: str, variables: Iterable[str] = ()) -> None:
+        global files
+        files = os.memfd_create("state"), os.memfd_create("notes")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
         importlib.import_module(module)
         for name in variables:  # a rank sets them itself, and records that it has

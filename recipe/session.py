@@ -15,7 +15,7 @@ import torch
 from msgspec import convert
 from torch import nn
 
-from recipe import watch
+from recipe import errors, nursery, watch
 from recipe.data.batches import (
     Batch,
     Data,
@@ -29,7 +29,13 @@ from recipe.device import loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.meeting import own_addresses
 from recipe.ranks import Ranks
-from recipe.record.checkpoint import finish_checkpoint, keep_checkpoint, mark_best, step_path
+from recipe.record.checkpoint import (
+    contents_of,
+    finish_checkpoint,
+    keep_checkpoint,
+    mark_best,
+    step_path,
+)
 from recipe.record.fingerprint import (
     check_same_training,
     check_same_weights,
@@ -42,6 +48,7 @@ from recipe.record.meter import StepMeter, Usage, measure_usage, straggler, summ
 from recipe.record.recorder import Recorder, Silence
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
+from recipe.record.spare import Spare
 from recipe.settings.config import Config
 from recipe.training.batch_norm import align_batch_norm
 from recipe.training.metrics import Sums, means, validate
@@ -102,7 +109,9 @@ class Session:
         self.config, self.lr_scale = config, lr_scale
         self.keeps_checkpoints = config.keep_checkpoints > 0 and not config.evaluate
         self.folder = open_run_folder(config, ranks, self.engine)
-        self.progress = resume(parts, config, ranks, data, self.folder)
+        can_keep = self.device.type == "cpu" and not config.use_adasum
+        self.spare = Spare(parts.model, nursery.files) if can_keep and nursery.files else None
+        self.progress = resume(parts, config, ranks, data, self.folder, self.spare)
         known = -1.0, False
         if self.world.is_first:
             known = repair_best(config, self.folder, self.progress)
@@ -173,7 +182,29 @@ class Session:
         self.looked_at = self.first_step, time.perf_counter()
         if self.keeps_checkpoints:
             obey_signals()
+        if self.spare:
+            self._survive_losses(self.spare, parts)
         return self._goes_on(parts)
+
+    def _survive_losses(self, spare: Spare, parts: Trainables) -> None:
+        """When another rank is lost, keep the state after the last step that has ended. Ranks hear
+        of a loss as they exchange: before an update, or when it is counted."""
+        network, progress = parts.fp16_model or parts.model, self.progress
+        self.is_resumable = True
+
+        def keep() -> None:
+            if self.is_resumable:
+                spare.take_statistics(progress.step)
+                contents = contents_of(parts, progress, self.config, self.data)
+                spare.keep(contents | {"world_size": self.world.size}, progress.step)
+
+        def note(*_: object) -> None:
+            if network.training:
+                spare.note_statistics(progress.step + 1)
+
+        errors.keep_state = keep
+        spare.note_statistics(progress.step)
+        network.register_forward_hook(note)
 
     def _goes_on(self, parts: Trainables) -> bool:
         """Whether there is more to train; then what is `whole` of the `parts`, which may be a copy,
@@ -192,12 +223,14 @@ class Session:
         """
         epoch_ended = self.count_step(sums, learning_rate, parts.scaler.skipped_steps)
         is_last = self.progress.samples_seen >= self.stop
+        self.is_resumable = not (epoch_ended or is_last)  # until record and checkpoint say so
         stops, save = self.poll_stop_and_save()
         save = save or epoch_ended or is_last
         if bad_step := self.write_steps(now=save):
             self.roll_back(parts, bad_step)
             return True
         self.check_weights(parts.model)
+        self.is_resumable = not save  # while ranks may hold statistics that were aligned, or not
         self.stopped, self.is_complete = stops, is_last
         if epoch_ended:
             self.recorder.write_epoch(self.epoch)
@@ -205,6 +238,7 @@ class Session:
             expect_pause()
             self.trained = parts.whole()
             self.keep_checkpoint(self.trained)
+            self.is_resumable = True
         if (epoch_ended or is_last) and not stops:
             self.validate(self.trained)
         return self._goes_on(parts)
@@ -218,6 +252,8 @@ class Session:
         self.epoch = progress.samples_seen // num_train
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
         watch.begin("")
+        if self.spare:
+            self.spare.forget()
         progress.end_step(step_samples, self.meter.total_seconds, skipped_steps)
         self.meter.end_step(sums, learning_rate)
         self._pass_over()
@@ -251,6 +287,7 @@ class Session:
         images out from now on. UserError if there is none."""
         expect_delay()  # rank 0's disk, and then loader workers that start
         finish_checkpoint()
+        self.is_resumable = False
         self.recorder.close_files()
         earlier = go_back(parts, self.config, self.ranks, self.data, self.folder, bad.step)
         vars(self.progress).update(vars(earlier) | {"total_seconds": self.meter.total_seconds})
@@ -266,6 +303,7 @@ class Session:
         self.recorder.event("rollback", left_out=self.left_out)
         self.recorder.console.begin_training(self.last_step)
         self.next_look = self.first_step
+        self.is_resumable = True
 
     def poll_stop_and_save(self) -> tuple[bool, bool]:
         """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
@@ -333,6 +371,8 @@ class Session:
         config, ranks, progress = self.config, self.ranks, self.progress
         finish_checkpoint()  # now: the watch expects this pause, and other ranks wait just below
         align_batch_norm(parts.model, config, ranks)
+        if self.spare:
+            self.spare.note_statistics(progress.step)
         check_same_weights(parts.model, progress.step, ranks)
         if self.keeps_checkpoints:
             self.saved_at = time.monotonic()
@@ -345,6 +385,7 @@ class Session:
         measured of itself; one that was asked to stop may go on.
         """
         finish_checkpoint()
+        errors.keep_state = None  # it holds this session, with which loader workers end
         model = self.trained.model
         if self.stopped:
             # Together: a launcher that sees one rank end in this way may kill the others.

@@ -1,6 +1,7 @@
 """Trainings on hosts that come and go, and which images each of their steps has seen."""
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,8 +14,8 @@ from launching import ROOT, SMALL, TRAINERS
 
 from recipe.record.resume import lines_by_step
 
-# As a sitecustomize: each rank notes, with each step that it ends, the images that it has read for
-# it (without loader workers: when it needs them), and which of the starts it belongs to.
+# As a sitecustomize: each rank notes, as it reads the images of a step (without loader workers:
+# when it needs them), which they are, and which of the starts it belongs to.
 AUDIT = """
 import builtins, json, os, sys, time
 real_import = builtins.__import__
@@ -24,22 +25,22 @@ def patched(name, *args, **kwargs):
         builtins.__import__ = real_import
         audit(sys.modules[name].Session)
     return imported
-def audit(session):
+def audit(kind):
     from recipe.data.batches import Images
     from recipe.data.images import TrainTransform
-    keys, real_read, real_count = [], Images.__getitems__, session.count_step
-    def read(self, own):
-        keys.extend(own if isinstance(self.transform, TrainTransform) else ())
-        return real_read(self, own)
-    def count_step(self, *words):
-        epoch_ended = real_count(self, *words)
-        start = self.first_step, self.world.size
-        line = [self.progress.step, time.time(), start, self.world.rank, keys]
-        with open("{folder}/audit-%d.jsonl" % os.getpid(), "a") as file:
-            file.write(json.dumps(line) + chr(10))
-        keys.clear()
-        return epoch_ended
-    Images.__getitems__, session.count_step = read, count_step
+    sessions, real_read, real_init = [], Images.__getitems__, kind.__init__
+    def init(self, *words, **named):
+        sessions.append(self)
+        real_init(self, *words, **named)
+    def read(self, keys):
+        if isinstance(self.transform, TrainTransform):
+            own = sessions[0]
+            start = own.first_step, own.world.size
+            line = [own.progress.step + 1, time.time(), start, own.world.rank, keys]
+            with open("{folder}/audit-%d.jsonl" % os.getpid(), "a") as file:
+                file.write(json.dumps(line) + chr(10))
+        return real_read(self, keys)
+    Images.__getitems__, kind.__init__ = read, init
 builtins.__import__ = patched
 """
 
@@ -57,12 +58,13 @@ def check_audit(folder: Path, num_images: int = 1438) -> None:
         for step, *others in map(json.loads, path.read_text().splitlines()):
             lines[step].append(others)
     epochs = defaultdict[int, list[int]](list)
-    for step in steps_in(folder):
-        own = sorted(lines[step["step"]])  # by time: of a step that was made again the last counts
+    recorded = {step["step"]: images_of(step) for step in steps_in(folder)}
+    for step in range(1, max(recorded) + 1):
+        own = sorted(lines[step])  # by time: of a step that was made again the last counts
         start = own[-1][1]
         ranks = {rank: keys for _, its, rank, keys in own if its == start}
         assert [*sorted(ranks)] == [*range(start[1])], step
-        assert sum(map(len, ranks.values())) == images_of(step), step
+        assert sum(map(len, ranks.values())) == recorded.get(step, 12 * start[1]), step
         for epoch, index in (key for keys in ranks.values() for key in keys):
             epochs[epoch].append(index)
     assert len(epochs) > 1, "no epoch has ended"
@@ -112,9 +114,20 @@ def images_of(step: dict[str, Any]) -> int:
 
 
 def checked_steps(folder: Path) -> list[dict[str, Any]]:
-    """A run's steps, that leave no image of the stream out and have none twice."""
-    steps, seen = steps_in(folder), 0
+    """A run's steps, that leave no image of the stream out and have none twice; of some that ended
+    as a rank was lost there are no figures."""
+    steps, unknown, before = steps_in(folder), steps_without_figures(folder), (0, 0)
     for step in steps:
-        seen += images_of(step)
-        assert step["samples_seen"] == seen, step
+        number, seen = step["step"], step["samples_seen"]
+        missing = unknown & {*range(before[0] + 1, number)}
+        assert number - before[0] - len(missing) == 1, step
+        assert missing or seen - images_of(step) == before[1], step
+        before = number, seen
     return steps
+
+
+def steps_without_figures(folder: Path) -> set[int]:
+    """Those that had ended, as the record says, but of which the ranks had not told each other."""
+    text = (folder / "metrics.jsonl").read_text()
+    spans = re.findall(r"no figures of steps (\d+) to (\d+)", text)
+    return {step for begin, end in spans for step in range(int(begin), int(end) + 1)}

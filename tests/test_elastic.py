@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from elastic import (
     audited,
     check_audit,
@@ -34,8 +35,10 @@ from launching import (
     wait_until,
     words_of,
 )
+from torch import nn
 
 from horovod_train.announcements import Announcements
+from recipe.record.spare import Spare
 
 
 def ranks_below(launcher: subprocess.Popen) -> dict[int, psutil.Process]:
@@ -60,7 +63,7 @@ def train_until_stopped(
     finished = run(words, 280, happen, **audited(folder)).checked()
     steps = checked_steps(folder)
     check_audit(folder)
-    assert f"stopped after step {len(steps)}" in finished.output, finished.output
+    assert f"stopped after step {steps[-1]['step']}" in finished.output, finished.output
     return steps
 
 
@@ -204,7 +207,7 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
     launcher = words_of("torchrun --max-restarts", TRAINERS["ddp"])
     launcher[launcher.index("--max-restarts") + 1] = "2"
     (tmp_path / "knobs.toml").write_text("[ddp.environment]\nNCCL_ALGO = 'Ring'\n")
-    place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1 --checkpoint-steps 2"
+    place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1"  # no checkpoint
     words = [*launcher, *f"{SMALL} {place} --epochs 100000".split(), "--max-steps", "100000"]
     words += ["--knobs", f"{tmp_path}/knobs.toml", "--num-groups", "2"]
     folder = tmp_path / "run"
@@ -213,6 +216,30 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
     assert finished.output.count("going on after step") == 2, finished.output
     assert finished.output.count("warning: --num-groups has no effect") == 1  # by the watcher alone
     assert read_json(folder / "config.json")["knob_variables"] == {"NCCL_ALGO": "Ring"}
+
+
+def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:
+    with (tmp_path / "state").open("w+b") as state, (tmp_path / "notes").open("w+b") as notes:
+        files = state.fileno(), notes.fileno()
+        model, another = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+        earlier = Spare(model, files)
+        assert not earlier.step
+        means = {}
+        for step in range(4, 9):
+            model(torch.randn(5, 3))
+            earlier.note_statistics(step)
+            means[step] = model.running_mean.clone()
+        earlier.keep({"weights": torch.ones(2)}, 7)
+        spare = Spare(another, files)  # the rank that takes its place
+        assert spare.step == 7 and torch.load(spare.state)["weights"].sum() == 2
+        for step in (8, 7, 6):
+            spare.take_statistics(step)
+            assert torch.equal(another.running_mean, means[step])
+        assert another.num_batches_tracked == 3  # after steps 4, 5 and 6
+        spare.take_statistics(5)  # that is no longer there
+        assert torch.equal(another.running_mean, means[6])
+        spare.forget()
+        assert not earlier.step
 
 
 # A nursery in a process of its own, with a rank for each way in which one starts and ends.

@@ -29,6 +29,7 @@ from msgspec import convert
 
 from recipe.data.batches import Data, samples_per_step
 from recipe.data.image_folder import Listing
+from recipe.errors import OWN_RANK
 from recipe.files import replace_file, write_json
 from recipe.record.console import Console
 from recipe.record.folder import STOP_FILE, new_folder, one_sentence, utc_now
@@ -152,7 +153,9 @@ class Recorder:
             lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
             whole = [line for line in lines if line.endswith("\n")] if step else []
             kept = [line for line in whole if json.loads(line).get("step", 0) <= step]
+            recorded = 0
             for record in map(json.loads, kept):
+                recorded = record.get("step", 0)
                 if record["kind"] == "step" and record["epoch"] == epoch:
                     self.steps.append(convert(record, StepLine))
                 elif record["kind"] == "eval":
@@ -167,7 +170,10 @@ class Recorder:
         self._introduce()
         if step:
             self.say(f"{'weights of' if config.evaluate else 'going on after'} step {step}")
-        self.event("resume" if step else "start", resumed_from=config.resume)
+        # A rank was lost when the ranks had not told each other yet of their parts of the figures.
+        lost = f"no figures of steps {recorded + 1} to {step}: a rank was lost"
+        reason = lost if OWN_RANK in os.environ and recorded < step else None
+        self.event("resume" if step else "start", resumed_from=config.resume, reason=reason)
 
     def _introduce(self) -> None:
         """Say what is trained, and on what."""

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import math
+import os
 import shutil
 import zipfile
 from collections import defaultdict
@@ -17,7 +18,7 @@ import torch
 from msgspec import convert
 
 from recipe.data.batches import Data
-from recipe.errors import UserError, refuse
+from recipe.errors import OWN_RANK, UserError, refuse
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     FORMAT,
@@ -32,6 +33,7 @@ from recipe.record.checkpoint import (
     step_path,
 )
 from recipe.record.folder import new_folder, one_sentence
+from recipe.record.spare import Spare
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
 from recipe.training.state import Progress, Trainables, round_weights
@@ -47,16 +49,24 @@ def resume(
     ranks: Ranks,
     data: Data,
     run_folder: Path,
+    spare: Spare | None = None,
 ) -> Progress:
     """Go on from the checkpoint that --resume means, on all ranks alike; the start of training if
-    there is none. Rank 0 then makes the folder ready for what will be written."""
+    there is none. A later state that a rank has kept when another one was lost comes first. Rank 0
+    then makes the folder ready for what will be written."""
     progress, world = Progress(), ranks.world
     if config.resume is not None:
-        path = None
+        path, holder, kept = None, 0, [0]
         try:
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
-            contents = load_on_all_ranks(path, ranks)
+            if OWN_RANK in os.environ:
+                own = [int(spare.step) if spare else 0, step_in_name(path) if path else 0]
+                kept, saved = ranks.rows(torch.tensor(own)).T.tolist()
+                if max(kept) > max(saved):
+                    holder = kept.index(max(kept))
+                    path = spare.state if spare and holder == world.rank else None
+            contents = load_on_all_ranks(path, ranks, holder)
         except OSError as error:
             raise UserError(
                 f"--resume {config.resume}: {error.filename or path or run_folder} cannot be read "
@@ -65,6 +75,8 @@ def resume(
         if contents is not None:
             name = str(path or config.resume)
             progress = restore(contents, parts, config, world, data, name)
+            if spare and progress.step == max(kept):
+                spare.take_statistics(progress.step)
             changed = changed_settings(contents, config, world)
             if changed and world.is_first:
                 print(f"warning: {name} was trained with other settings: {changed}", flush=True)
@@ -253,26 +265,29 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def load_on_all_ranks(path: Path | None, ranks: Ranks) -> dict[str, Any] | None:
-    """Rank 0's file, on every rank, whether or not the others can read it; None if rank 0 has no
-    `path`.
+def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[str, Any] | None:
+    """The file of the rank `holder`, on every rank, whether or not the others can read it; None if
+    that has no `path`. The others have none.
 
     Only bytes travel, in pieces, of which no rank
     holds more than one beside the file; and each rank reads them with weights_only=True: nothing
     that came over the network is ever unpickled freely.
     """
+    send = ranks.sum if holder else ranks.from_first  # of zeros, but for one rank's
     size = path.stat().st_size if path is not None else 0
-    size = int(ranks.from_first(torch.tensor([size], dtype=torch.int64)))
+    size = int(send(torch.tensor([size], dtype=torch.int64)))
     if size == 0:
         return None
     content = io.BytesIO()
     with path.open("rb") if path is not None else nullcontext() as file:
         while (left := size - content.tell()) > 0:
-            piece = np.zeros(min(left, PIECE_BYTES), dtype=np.uint8)
-            if file is not None and file.readinto(piece.data) < len(piece):
+            num_bytes = min(left, PIECE_BYTES)
+            piece = np.zeros(math.ceil(num_bytes / 8), dtype=np.int64)  # Horovod adds no bytes
+            own = piece.view(np.uint8)[:num_bytes]
+            if file is not None and file.readinto(own.data) < num_bytes:
                 raise UserError(f"{path}: was cut short while it was read; start again")
             expect_delay()  # before each: the disk of rank 0 may be slow
-            content.write(ranks.from_first(torch.from_numpy(piece)).numpy().data)
+            content.write(send(torch.from_numpy(piece)).numpy().view(np.uint8)[:num_bytes].data)
     content.seek(0)
     return read_file(content, str(path))
 

@@ -156,7 +156,7 @@ class EventLine:
     resumed_from: Text | None = None
     left_out: list[Whole] = field(default_factory=list)  # steps' images, by the samples seen before
     image: str | None = None  # the bad one, as rank 0 calls it
-    reason: str | None = None
+    reason: str | None = None  # why it is bad; of a resume, which steps have no figures
 
 
 METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": EventLine}

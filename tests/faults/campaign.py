@@ -35,7 +35,7 @@ import psutil
 from tabulate import tabulate
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "cluster"))
-from elastic import steps_in
+from elastic import steps_in, steps_without_figures
 from hosts import Host, hosts
 from launching import (
     LAUNCHERS,
@@ -310,9 +310,7 @@ class Trial:
         """What has to be so in the end."""
         steps = [step["step"] for step in steps_in(self.run_folder)]
         last = int(self.scenario.training.split()[-1])
-        # A rank was lost as the others told it of their part of the figures.
-        for begin, end in re.findall(r"no figures of steps (\d+) to (\d+)", self.metrics()):
-            steps += range(int(begin), int(end) + 1)
+        steps += steps_without_figures(self.run_folder)
         assert sorted(steps) == list(range(1, last + 1)), f"steps {steps}"
         summary = read_json(self.run_folder / "summary.json")
         assert summary["weights_sha256"] == expected, "other weights"
