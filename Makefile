@@ -77,8 +77,8 @@ lock: setup  ## write requirements.lock anew from pyproject.toml
 	$(IN_VENV) uv pip compile pyproject.toml --extra horovod --extra dev --universal \
 		--python-version 3.10 --no-header --no-annotate --quiet -o requirements.lock
 
-images:  ## build the container images (ARGS="cpu", ARGS="--help"; see docs/containers.md)
-	@$(PYTHON) docker/build.py $(ARGS)
+images:  ## build the container images (ARGS="cpu": one; see docs/containers.md)
+	@sh docker/build.sh $(ARGS)
 
 clean:  ## delete the environment and what tools have cached here (runs/ stays)
 	if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi

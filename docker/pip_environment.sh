@@ -1,5 +1,5 @@
 # Sourced inside a build: pip's configuration and the certificates that the user gave as secrets,
-# which are in no image (--pip-config and --ca-bundle of docker/build.py).
+# which are in no image (PIP_CONFIG and CA_BUNDLE of docker/build.sh).
 # shellcheck shell=sh
 if [ -s /run/secrets/pip_config ]; then export PIP_CONFIG_FILE=/run/secrets/pip_config; fi
 if [ -s /run/secrets/ca_bundle ]; then export PIP_CERT=/run/secrets/ca_bundle; fi

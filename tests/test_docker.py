@@ -2,17 +2,13 @@
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -33,16 +29,6 @@ PACKAGES_DEPEND_ON = {
     "docker/pip_environment.sh",
     "docker/install_packages.sh",
 }
-
-
-@pytest.fixture(scope="module")
-def build() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(DOCKER / "build.py")))
-
-
-def arguments(**given: Any) -> Namespace:
-    defaults = {"base": None, "name": NAME, "pip_config": None, "ca_bundle": None}
-    return Namespace(**defaults | given)
 
 
 # ---- linters
@@ -191,54 +177,50 @@ def test_compose_starts_the_two_nodes_of_the_readme() -> None:
     assert line.format(4, 2, 2) in (ROOT / "docs" / "containers.md").read_text()
 
 
-def test_compose_runs_the_images_that_are_built(build: SimpleNamespace) -> None:
-    for file, target in zip(COMPOSE_FILES, ("cpu", "cuda"), strict=True):
-        image = f"{NAME}:{target}"
-        assert image in build.build_command("docker", target, arguments(), "0")
-        services = yaml.safe_load(file.read_text())["services"].values()
-        assert {service["image"] for service in services} == {f"${{IMAGE:-{image}}}"}
+# ---- build.sh
 
 
-# ---- build.py
+def build(folder: Path, *targets: str, works: str = "docker", **settings: str) -> tuple[str, str]:
+    """What docker/build.sh has a builder do that `works`, and what it says where it refuses."""
+    for builder in ("docker", "podman", "buildah"):
+        says = f'[ "$1" = version ] || [ "$2" = ls ] || echo {builder} "$@"'
+        write_program(folder / builder, f"{says}; exit {int(builder not in works)}")
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SOURCE_DATE_EPOCH": "7", **settings}
+    done = subprocess.run(
+        ["sh", str(DOCKER / "build.sh"), *targets], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode == 0) == (not done.stderr)
+    return "\n".join(re.findall(r"^(?!images: ).+", done.stdout, re.MULTILINE)), done.stderr
 
 
-def test_the_tag_tells_version_target_and_torch(build: SimpleNamespace) -> None:
+def test_the_images_that_are_built_are_those_of_compose(tmp_path: Path) -> None:
+    """Their tags tell version, target and torch, too."""
+    built = build(tmp_path)[0].splitlines()
     project = (ROOT / "pyproject.toml").read_text()
-    command = " ".join(build.build_command("docker", "cuda", arguments(name="registry/name"), "0"))
-    match = re.search(r"--tag registry/name:([\d.]+)-cuda-torch([\d.]+) ", command)
-    assert match and f'version = "{match[1]}"' in project and f'"torch=={match[2]}"' in project
+    for file, target, command in zip(COMPOSE_FILES, ("cpu", "cuda"), built, strict=True):
+        match = re.search(rf"--tag {NAME}:([\d.]+)-{target}-torch([\d.]+) ", command)
+        assert match and f'version = "{match[1]}"' in project and f'"torch=={match[2]}"' in project
+        assert f"--tag {NAME}:{target} " in command and "SOURCE_DATE_EPOCH=7" in command
+        services = yaml.safe_load(file.read_text())["services"].values()
+        assert {service["image"] for service in services} == {f"${{IMAGE:-{NAME}:{target}}}"}
 
 
 @pytest.mark.parametrize("builder", ["docker", "podman", "buildah"])
-def test_secrets_are_passed_only_when_given(build: SimpleNamespace, builder: str) -> None:
-    plain = " ".join(build.build_command(builder, "cpu", arguments(), "7"))
-    assert "--secret" not in plain and "BASE=" not in plain and "SOURCE_DATE_EPOCH=7" in plain
-    assert ("--timestamp" in plain) == (builder != "docker")
-    given = arguments(pip_config=Path("/a/pip.conf"), ca_bundle=Path("/b/ca.pem"), base="mine:1")
-    expected = {"id=pip_config,src=/a/pip.conf", "id=ca_bundle,src=/b/ca.pem", "BASE=mine:1"}
-    assert expected <= set(build.build_command(builder, "cpu", given, "7"))
+def test_secrets_are_passed_only_when_given(builder: str, tmp_path: Path) -> None:
+    plain, _ = build(tmp_path, "cpu", works=builder)
+    assert plain.startswith(builder) and ("--timestamp 7" in plain) == (builder != "docker")
+    assert "--secret" not in plain and "BASE=" not in plain
+    settings = {"PIP_CONFIG": "/a/pip.conf", "CA_BUNDLE": "/a/ca.pem", "BASE": "mine:1"}
+    command, _ = build(tmp_path, "cpu", works=builder, IMAGE_NAME="registry/name", **settings)
+    expected = {"id=pip_config,src=/a/pip.conf", "id=ca_bundle,src=/a/ca.pem", "BASE=mine:1"}
+    assert {*expected, "registry/name:cpu"} <= set(command.split())
     mounts = re.findall(r"type=secret,id=(\w+)", DOCKERFILE)
     assert Counter(mounts) == {"pip_config": 5, "ca_bundle": 5}
 
 
-def test_a_docker_without_an_engine_is_passed_over(
-    build: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    write_program(tmp_path / "docker", "exit 1")
-    with pytest.raises(SystemExit, match="docker buildx ls` fails; no podman on PATH"):
-        build.find_builder(None)
-    write_program(tmp_path / "buildah", "exit 0")
-    assert build.find_builder(None) == "buildah"
-    with pytest.raises(SystemExit, match="docker"):
-        build.find_builder("docker")
-    write_program(tmp_path / "docker", "exit 0")
-    assert build.find_builder(None) == "docker"
-
-
-def test_an_unknown_target_is_refused() -> None:
-    command = [sys.executable, str(DOCKER / "build.py"), "--dry-run", "gpu"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
+    assert "there is no target 'gpu': choose from cpu, cuda, test" in build(tmp_path, "gpu")[1]
+    assert "images: no builder works here" in build(tmp_path, works="none")[1]
     assert (
-        done.returncode and "there is no target 'gpu': choose from cpu, cuda, test" in done.stderr
+        "images: docker does not work here" in build(tmp_path, works="podman", BUILDER="docker")[1]
     )
