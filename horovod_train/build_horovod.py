@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -39,6 +38,7 @@ HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import *; run_co
 NEEDED = ["setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml"]
 MEMORY_PER_JOB = 3 * 2**29  # bytes; one compiler process on torch's headers
 CHECK_TIMEOUT = 120  # seconds; a healthy check takes 5
+TIMED_OUT = 124  # what `timeout` exits with then
 ERROR = (  # of compiler, linker, CMake, Python or system
     r"^.*(?:\berror: |CMake Error|undefined reference|cannot find -l|No space left|Killed).*$"
 )
@@ -63,7 +63,6 @@ class BuildError(Exception):
 
 def main() -> None:
     args = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends too
     os.environ["PATH"] = os.pathsep.join([str(SCRIPTS), *os.get_exec_path()])  # not activated
     try:
         facts, places = gather_facts(args)
@@ -221,9 +220,7 @@ def find_toolkit(cuda: str) -> Path | None:
     nvcc = shutil.which("nvcc", path=places)
     if nvcc is None or f"release {cuda}," not in output_of([nvcc, "--version"]):
         return None
-    # On PATH it may be a script that calls another: it says itself where its toolkit is.
-    told = re.search(r"\bTOP=(.+)", output_of([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]))
-    root = Path(told[1] if told else Path(nvcc).resolve().parent / "..").resolve()
+    root = Path(nvcc).resolve().parents[1]
     return root if (root / "include" / "cuda_runtime.h").exists() else None
 
 
@@ -279,7 +276,7 @@ def build_wheel(facts: dict[str, Any], places: dict[str, Any], cache: Path) -> N
         settings = build_settings(facts, places, work)
         print(f"  building with {settings['CMAKE_BUILD_PARALLEL_LEVEL']} jobs, minutes", flush=True)
         words = ["wheel", "-v", "--no-build-isolation", "--no-deps", "--wheel-dir"]
-        code, log = run_group([*PIP, *words, str(work / "result"), str(source)], settings)
+        code, log = run([*PIP, *words, str(work / "result"), str(source)], settings)
         if code:
             kept = cache.with_name(f"failed-{cache.name}.log")
             kept.write_text(log)
@@ -383,25 +380,13 @@ def pick_errors(log: str) -> str:
     return "\n".join(lines + hint)
 
 
-def run_group(
-    command: list[str], settings: dict[str, str], timeout: float | None = None
-) -> tuple[int | None, str]:
-    """Run a command; its exit code (None: it did not end in time) and what it printed. What it
-    has started ends with it."""
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        files: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, **files, env=settings, start_new_session=True)
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)
-        finally:
-            code = process.poll()
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, number)
-                    process.wait(5)
-        log.seek(0)
-        return code, log.read()
+def run(command: list[str], settings: dict[str, str], seconds: int = 0) -> tuple[int, str]:
+    """Run a command; its exit code and what it printed. After so many `seconds`, if not 0, it ends
+    with all that it has started, and the code is TIMED_OUT."""
+    words = [*(["timeout", "--kill-after=5", str(seconds)] if seconds else []), *command]
+    options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "errors": "replace"}
+    done = subprocess.run(words, env=settings, stdout=subprocess.PIPE, **options)
+    return done.returncode, done.stdout
 
 
 # ---- the proof
@@ -428,10 +413,10 @@ def check_launch(name: str, transport: str, launcher: list[str], ranks: int) -> 
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     device = "cuda" if transport == "NCCL" else "cpu"
     command = [*launcher, sys.executable, "-c", CHECK, device]
-    code, text = run_group(command, settings, CHECK_TIMEOUT)
+    code, text = run(command, settings, CHECK_TIMEOUT)
     proof = f"{ranks} ranks over {transport}"
     if code != 0 or text.count(f"the sum is right: {proof}.") != ranks:
-        how = f"exit code {code}" if code is not None else f"no end in {CHECK_TIMEOUT} s"
+        how = f"exit code {code}" if code != TIMED_OUT else f"no end in {CHECK_TIMEOUT} s"
         end = "\n".join(text.splitlines()[-25:])
         raise BuildError(f"the check through {name} failed, {how}:\n{end}")
     print(f"  checked   {name}: {proof}", flush=True)

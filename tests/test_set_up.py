@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -26,10 +27,6 @@ DONE = {"MPI": "auto", "NCCL": "auto", "WITHOUT_HOROVOD": "0"}
 def plain_shell(monkeypatch):
     for name in ("VENV", "PYTHON", "MPI", "NCCL", "WITHOUT_HOROVOD", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    # Which would wait for this process itself.
-    monkeypatch.setattr(
-        set_up, "wait_for_others", lambda venv: venv.mkdir(parents=True, exist_ok=True)
-    )
 
 
 def set_up_in(venv: Path, **variables: str) -> str:
@@ -108,9 +105,13 @@ def test_second_call_does_nothing(tmp_path):
 def steps(monkeypatch) -> list[tuple[str, Path]]:
     """The steps that set-ups make, here by name and environment alone."""
     made = []
+
+    def make(name, venv, asked):
+        venv.mkdir(parents=True, exist_ok=True)
+        made.append((name, venv))
+
     for name in set_up.STEPS:
-        step = lambda venv, _, name=name: made.append((name, venv))  # noqa: E731
-        monkeypatch.setitem(set_up.STEPS, name, step)
+        monkeypatch.setitem(set_up.STEPS, name, partial(make, name))
     return made
 
 
@@ -283,22 +284,6 @@ def test_make_test_fails_if_a_test_does_or_if_none_is_asked_for(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode == 0) == is_good, done.stderr
     assert asked.read_text().count("-m gpu\n") == calls
-
-
-def test_second_set_up_at_the_same_time_waits(tmp_path):
-    code = (
-        "import pathlib, set_up, sys\n"
-        "set_up.wait_for_others(pathlib.Path(sys.argv[1])); print('free', flush=True); input()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT / "tools"}
-    first = subprocess.Popen(command, **options)
-    assert first.stdout.readline() == b"free\n"
-    second = subprocess.Popen(command, **options)
-    with pytest.raises(subprocess.TimeoutExpired):
-        second.wait(1)
-    first.communicate(b"\n")
-    assert second.communicate(b"\n")[0] == b"free\n"
 
 
 # ---- the lock

@@ -77,7 +77,6 @@ def set_up() -> str:
         sys.exit("\n".join(["set-up: to put right first; nothing was downloaded yet:", *lines]))
     if is_done:
         return f"nothing to do ({venv}{'' if 'horovod' in keys else ', without Horovod'})"
-    wait_for_others(venv)
     for step, key in keys.items():
         if (stamps := read_stamps(venv)).get(step) != key:
             STEPS[step](venv, asked)
@@ -108,17 +107,6 @@ def read_stamps(venv: Path) -> dict[str, str]:
         return json.loads((venv / STAMPS).read_text())
     except (OSError, ValueError):
         return {}
-
-
-def wait_for_others(venv: Path) -> None:
-    """Wait until no other set-up uses the environment; others wait for the end of this process."""
-    import fcntl
-
-    venv.mkdir(parents=True, exist_ok=True)
-    try:
-        fcntl.flock(os.open(venv, os.O_RDONLY), fcntl.LOCK_EX)
-    except OSError:  # some network file systems lock no folders
-        pass
 
 
 # ---- before anything is downloaded
