@@ -98,9 +98,8 @@ class TrunkTrainer(Rung):
         trunk = copy.copy(model)  # of the same layers
         trunk._modules = {**model._modules, "fc": nn.Identity()}
         self.weights = list(trunk.parameters())
-        self.network = DistributedDataParallel(trunk)
         # BatchNorm's statistics travel as --batch-norm says.
-        self.network.broadcast_buffers = False
+        self.network = DistributedDataParallel(trunk, broadcast_buffers=False)
 
     def forward_backward(
         self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable

@@ -83,8 +83,10 @@ class TwoDevices(Rung):
         kept = self.optimizer.state_dict()
         self.optimizer = build_optimizer(self.model, self.config)  # of them where they are now
         self.optimizer.load_state_dict(kept)
-        self.network = DistributedDataParallel(self.model)  # no device_ids: there are two
-        self.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+        # BatchNorm's statistics travel as --batch-norm says.
+        self.network = DistributedDataParallel(
+            self.model, broadcast_buffers=False
+        )  # no device_ids: there are two
 
 
 main = TwoDevices.main

@@ -57,8 +57,8 @@ class LocalSGD(Rung):
         """DDP averages gradients until the warm-up is over; then an averager does weights."""
         epoch_steps = self.data.num_train / samples_per_step(self.config, self.world)
         self.warm_up = math.ceil(self.config.warmup_epochs * epoch_steps)
-        self.network = DistributedDataParallel(self.model)
-        self.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+        # BatchNorm's statistics travel as --batch-norm says.
+        self.network = DistributedDataParallel(self.model, broadcast_buffers=False)
         local = PostLocalSGDState(None, None, self.warm_up, post_local_gradient_allreduce=False)
         averager = PeriodicModelAverager(PERIOD, self.warm_up)
         local.iter = averager.step = self.progress.step

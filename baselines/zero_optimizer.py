@@ -34,8 +34,8 @@ class ShardedOptimizer(Rung):
 
     def distribute(self) -> None:
         """A checkpoint's state comes whole: each rank keeps its part."""
-        self.network = DistributedDataParallel(self.model)
-        self.network.broadcast_buffers = False  # BatchNorm's statistics travel as --batch-norm says
+        # BatchNorm's statistics travel as --batch-norm says.
+        self.network = DistributedDataParallel(self.model, broadcast_buffers=False)
         plain = self.optimizer
         self.optimizer = ZeroRedundancyOptimizer(
             plain.param_groups, type(plain), lr=self.config.base_lr
