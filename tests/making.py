@@ -15,6 +15,7 @@ import torch.utils.data
 from PIL import Image
 from torch import nn
 
+from recipe.data.digits import open_digits
 from recipe.settings.config import Config
 from recipe.settings.presets import preset
 from recipe.world import World
@@ -83,6 +84,17 @@ def write_images(root: Path, per_class: int, classes: str = "abc") -> Path:
         for index in range(per_class):
             pixels = rng.integers(0, 256, (10, 12, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / label / f"{index}.png")
+    return root
+
+
+def write_digits(root: Path) -> Path:
+    """The embedded digits, as class folders in train/ and val/."""
+    for part in ("train", "val"):
+        digits = open_digits(part)
+        for index, path in enumerate(digits.paths.tolist()):
+            file = root / part / path.decode()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(digits.read(index))
     return root
 
 

@@ -1,7 +1,6 @@
 """The claim that all else rests on: both engines compute the same training, bit by bit."""
 
 import itertools
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +18,13 @@ from launching import (
     read_lines,
     train,
 )
-from making import a_config
+from making import a_config, write_digits
 from test_dali import needs_dali
 from test_optimizers import needs_timm
 
-from recipe.data.digits import prepare_digits
 from recipe.data.prepare import make_shards
 from recipe.record.checkpoint import step_in_name
 from recipe.record.resume import find_checkpoint
-from recipe.settings.flags import DataFlags
 from recipe.settings.presets import PRESETS
 from recipe.settings.presets import preset as preset_of
 
@@ -163,16 +160,15 @@ def test_one_rank_equals_plain_training(variant: str, trained: Trained) -> None:
         check_equal(plain, alone)
 
 
-CACHE = Path(os.path.expanduser(DataFlags.cache_dir))
 SHARDS = "--preset digits --data {shards} --workers 1"
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The digits as shards."""
-    folder = tmp_path_factory.mktemp("data") / "shards"
-    make_shards(prepare_digits(CACHE), folder, CACHE, images_per_shard=100)
-    return folder
+    folder = tmp_path_factory.mktemp("data")
+    make_shards(write_digits(folder / "files"), folder / "shards", folder, images_per_shard=100)
+    return folder / "shards"
 
 
 def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Path) -> Path:
@@ -284,7 +280,7 @@ def test_adasum_trains_with_an_unscaled_rate_and_goes_on_exactly(tmp_path: Path)
 
 def test_bad_images_are_replaced_alike_by_any_rank(tmp_path: Path) -> None:
     """Three of the digits are bad: both engines replace them by the same ones and list them."""
-    shutil.copytree(prepare_digits(CACHE), tmp_path / "data")
+    write_digits(tmp_path / "data")
     bad = sorted((tmp_path / "data" / "train").glob("*/*.jpg"))[::500]
     for file in bad:
         file.write_bytes(file.read_bytes()[:200])

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from recipe import watch
 from recipe.command import prepare_output
 from recipe.data.decoding import SuspectImages, named, suspect
-from recipe.data.digits import prepare_digits
+from recipe.data.digits import open_digits
 from recipe.data.image_folder import Listing, check_train_and_val
 from recipe.data.images import (
     TrainTransform,
@@ -144,8 +144,8 @@ class Data:
 
 
 def open_data(config: Config, epoch_images: int = 0) -> Data:
-    """List and check the folders; writes the embedded digits on first use. An epoch has at least
-    `epoch_images`: those that there are come again in it.
+    """List and check the folders. An epoch has at least `epoch_images`: those that there are come
+    again in it.
 
     Raises UserError for everything that is wrong with a folder, before any training starts.
     """
@@ -158,13 +158,11 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
             SYNTHETIC_CLASSES,
         )
     watch.begin("listing the images")
-    cache = Path(config.cache_dir)
     if config.train_dir and config.val_dir:
-        train_dir, val_dir = Path(config.train_dir), Path(config.val_dir)
+        cache = Path(config.cache_dir)
+        train, val = (open_images(Path(one), cache) for one in (config.train_dir, config.val_dir))
     else:
-        digits = prepare_digits(cache)
-        train_dir, val_dir = digits / "train", digits / "val"
-    train, val = open_images(train_dir, cache), open_images(val_dir, cache)
+        train, val = open_digits("train"), open_digits("val")
     check_train_and_val(train, val)
     suspects = SuspectImages(train), SuspectImages(val)
     return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)

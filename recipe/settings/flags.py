@@ -136,7 +136,7 @@ class DataFlags:
         "Validation folder, with the same classes; overrides --data.")
     cache_dir: str = place((os.environ.get("XDG_CACHE_HOME") or "~/.cache") +
         "/imagenet-horovod-ddp", help=
-        "Where the digits and the listings of large folders are kept.")
+        "Where the listings of large folders are kept.")
     dali: bool = work(False, needs=("images", "training"), help=
         "Let NVIDIA DALI decode, crop, resize and flip the training images, on the GPU if there "
         "is one (needs the extra `dali`): the same crops and flips, the pixels of another "
