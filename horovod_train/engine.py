@@ -3,6 +3,7 @@
 
 import os
 import time
+from threading import Thread
 from typing import Any
 
 import torch
@@ -51,9 +52,52 @@ def _ask_for(transport: str, world: World) -> None:
         if os.environ.setdefault(name, transport).lower() != transport:
             raise UserError(f"--transport {transport}: {name} says otherwise; unset it")
     if transport == "gloo" and world.started_by.starts_mpi:
-        from horovod_train.gloo_under_mpi import meet_through_mpi  # loads Horovod's launcher
-
         meet_through_mpi(world)
+
+
+def meet_through_mpi(world: World) -> None:
+    """Set the variables by which Horovod's ranks find each other; rank 0 serves them until it ends.
+    UserError where MPI cannot carry the server's address, or other hosts would not reach it.
+
+    Horovod 0.28.1 crashes in its first all-reduce if MPI is what its ranks agree by and Gloo what
+    sums. So Gloo does both, as under horovodrun --gloo: ranks read their place in the world from
+    variables, and find each other through a small server.
+    """
+    from horovod.runner.common.util.hosts import SlotInfo  # slow, as what follows
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    from recipe import meeting
+
+    comm = meeting.start_mpi(world, "start it with horovodrun --gloo").COMM_WORLD
+    meeting.prepare_gloo(world)
+    meeting.refuse_unknown_interfaces("HOROVOD_GLOO_IFACE")
+    # Those with the same local rank, one of each host.
+    peers = [rank for rank, local in enumerate(comm.allgather(world.local_rank))
+             if local == world.local_rank]  # fmt: skip
+    slot = SlotInfo(
+        hostname=world.host,
+        rank=world.rank,
+        local_rank=world.local_rank,
+        cross_rank=peers.index(world.rank),
+        size=world.size,
+        local_size=world.local_size,
+        cross_size=len(peers),
+    )
+    slots = comm.gather(slot, root=0)
+    address: tuple[str, int] | None = None
+    if world.is_first:
+        host, listens_at = meeting.server_address(world)
+        server = RendezvousHTTPServer((listens_at, 0), RendezvousHandler, 0)
+        server.daemon_threads = True  # nothing of it outlives this process
+        server.init([SlotInfo(**one) for one in slots])  # it came as JSON
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = host, server.server_port
+    host, port = comm.bcast(address, root=0)
+    meeting.keep_gloo_off_loopback(world, host)
+    os.environ |= {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slot).items()}
+    os.environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
 
 
 def refuse_lone_copies(world: World) -> None:

@@ -1,7 +1,6 @@
 """Listing a folder of class folders: what counts as an image, the cache, and the clear refusals."""
 
 import errno
-import functools
 import io
 import itertools
 import multiprocessing
@@ -560,16 +559,6 @@ def test_same_order_and_pixels_as_the_folder(folder: Path, made: Path, cache: Pa
     assert data.train is not None
     assert data.train.name(5) == f"{made}/train/train-000001.tar: b/1.png"
     assert seen[0] == seen[1] == seen[2]
-
-
-def test_at_most_so_many_files_are_open(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = functools.lru_cache(maxsize=2)(shards_module._opened.__wrapped__)
-    monkeypatch.setattr(shards_module, "_opened", opened)
-    shards = open_shards(made / "train")
-    before = len(os.listdir("/proc/self/fd"))
-    order = [0, 10, 4, 9, 1, 5, 8, 2]
-    assert len({shards.read(i) for i in order}) == len(order)
-    assert len(os.listdir("/proc/self/fd")) == before + 2
 
 
 # ---- shards that are refused ----

@@ -27,7 +27,6 @@ from recipe.settings.config import Config, is_resnet
 from recipe.training.batch_norm import SyncBatchNorm, align_batch_norm, replace_batch_norm
 from recipe.training.metrics import batch_sums, evaluate, means, validate
 from recipe.training.model import (
-    NORMS,
     autocast,
     build_criterion,
     build_ema,
@@ -230,20 +229,6 @@ def test_images_that_a_network_pools_away(arch: str) -> None:
     assert build_model(only_val, 10, download=True).training
 
 
-@pytest.mark.parametrize("settings", [{"arch": "resnet18", **sizes(8)}, {**SMALL, "batch_size": 1}])
-def test_checking_sizes_changes_no_model(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = a_config(**settings)
-    model = build_model(config, 10, download=True)
-    drawn = torch.rand(5)
-    monkeypatch.setattr("recipe.training.model._check_image_sizes", lambda model, config: None)
-    unchecked = build_model(config, 10, download=True)
-    assert torch.equal(torch.rand(5), drawn)
-    assert weights_sha256(unchecked) == weights_sha256(model)
-    assert all(module.training for module in model.modules())
-
-
 def publish(monkeypatch: pytest.MonkeyPatch, state: dict[str, Any] | Exception) -> Mock:
     """What stands in for torchvision's published weights of squeezenet1_1."""
     weights = Mock(url="https://example/weights.pth", meta={"categories": ["cat"] * 10})
@@ -278,30 +263,20 @@ def test_pretrained_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             build_model(config, 10, download=True)
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "vgg11_bn", "vit_b_16", "convnext_tiny", "swin_t"])
-def test_parameter_groups(arch: str) -> None:
-    """Each parameter once, norms and biases apart."""
-    config = a_config(arch=arch, wd=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3, **sizes(224))
-    with torch.device("meta"):
-        model = build_model(config, 10, download=True)
-    decays = [
-        (id(parameter), group["weight_decay"])
-        for group in parameter_groups(model, config)
-        for parameter in group["params"]
-    ]
-    norms = {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
-    kinds = {id(p): 0.3 if name.endswith("bias") else 0.1 for name, p in model.named_parameters()}
-    assert sorted(decays) == sorted((kinds | dict.fromkeys(norms, 0.2)).items())
-    assert norms
-
-
-@pytest.mark.parametrize(("norms", "expected"), [(None, [0.1] * 3), (0.0, [0.1, 0.0, 0.1])])
-def test_decay_is_that_of_weights_unless_told(norms: float | None, expected: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("norms", "biases", "expected"),
+    [(None, None, [0.1] * 3), (0.0, None, [0.1, 0.0, 0.1]), (0.2, 0.3, [0.1, 0.2, 0.3])],
+)
+def test_decay_is_that_of_weights_unless_told(
+    norms: float | None, biases: float | None, expected: list[float]
+) -> None:
     """And a parameter that is tied comes once, a frozen one not at all."""
     model = nn.Sequential(TinyNet(), TinyNet())
     model[1].conv.weight = model[0].conv.weight
     model[1].head.bias.requires_grad = False
-    groups = parameter_groups(model, a_config(wd=0.1, norm_weight_decay=norms))
+    groups = parameter_groups(
+        model, a_config(wd=0.1, norm_weight_decay=norms, bias_weight_decay=biases)
+    )
     assert [group["weight_decay"] for group in groups] == expected
     assert sum(len(group["params"]) for group in groups) == 2 * 6 - 2
 
@@ -529,15 +504,6 @@ def test_sync_batch_norm_equals_a_single_process(
         assert torch.equal(norm.running_var, norms[0].running_var), "equal on all ranks"
 
 
-def test_sync_batch_norm_exchanges_nothing_in_an_evaluation() -> None:
-    def refuse(values: torch.Tensor) -> torch.Tensor:
-        raise AssertionError
-
-    norm = SyncBatchNorm(refuse, CHANNELS).eval()
-    images = torch.randn(2, CHANNELS, 3, 3)
-    assert torch.equal(norm(images), nn.BatchNorm2d(CHANNELS).eval()(images))
-
-
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
 def test_other_number_formats_are_normalised_in_fp32(dtype: torch.dtype) -> None:
     images = torch.randn(4, CHANNELS, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -634,28 +600,6 @@ def test_evaluation_changes_nothing(training: bool) -> None:
     assert not sums.requires_grad
     assert model.training == training
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-def test_loss_of_half_precision_is_summed_in_full() -> None:
-    config = a_config(precision="bf16")
-    images = torch.randint(0, 256, (64, 3, 5, 5), dtype=torch.uint8)
-    sums = evaluate(TinyNet(), [(images, torch.zeros(64, dtype=torch.int64))], config, CPU)
-    assert sums.dtype == torch.float64
-    assert sums[0] / 64 != (sums[0] / 64).bfloat16()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_sums_of_a_batch_do_not_wait_for_the_gpu() -> None:
-    device = torch.device("cuda", 0)
-    outputs = torch.randn(8, 10, device=device)
-    targets = torch.zeros(8, dtype=torch.int64, device=device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        sums = sums_of(outputs, targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert sums[3].item() == 8
 
 
 def test_synthetic_data_is_evaluated_only_when_asked() -> None:

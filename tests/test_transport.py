@@ -94,9 +94,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "horovod_train.engine", raising=False)
     engine = importlib.import_module("horovod_train.engine")
     monkeypatch.delitem(sys.modules, "horovod_train.engine")
-    met = SimpleNamespace(meet_through_mpi=lambda world: environ.update(met_by=world.launcher))
-    monkeypatch.setitem(sys.modules, "horovod_train.gloo_under_mpi", met)
     environ = {}
+    met = lambda world: environ.update(met_by=world.launcher)  # noqa: E731
+    monkeypatch.setattr(engine, "meet_through_mpi", met)
     monkeypatch.setattr(engine, "os", SimpleNamespace(environ=environ))
     monkeypatch.setattr(engine, "prepare_mpi", lambda world: None)
 

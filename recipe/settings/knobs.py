@@ -168,23 +168,16 @@ def read_knobs(path: Path) -> dict[str, Knobs]:
 
 def refusal(engine: str, name: str) -> str | None:
     """Why a variable is no knob of this engine, with the remedy; None if it is one."""
-    if name.startswith("HOROVOD_"):
-        if engine != "horovod":
-            return "only Horovod reads it; put it under [horovod.environment]"
-        if name in HOROVOD_VARIABLES:
-            return None
-        return (
-            "is none of the variables that only steer Horovod's speed; "
-            f"{near_match(name, HOROVOD_VARIABLES)}"
-        )
     if name in NOT_KNOBS:
         return f"is no knob: {NOT_KNOBS[name]}; set it in the shell"
-    if name.startswith(FAMILIES) and re.fullmatch(r"\w+", name):
+    is_common = name.startswith(FAMILIES) and re.fullmatch(r"\w+", name)
+    if is_common or (engine == "horovod" and name in HOROVOD_VARIABLES):
         return None
+    others = near_match(name, HOROVOD_VARIABLES) if "HOROVOD_" in name else "set it in the shell"
     return (
         "a file of knobs sets only variables that Horovod, MPI, Gloo or NCCL read in the ranks and "
-        f"that do not change what is computed ({', '.join(('HOROVOD_', *FAMILIES))}); set it in "
-        "the shell"
+        f"that do not change what is computed ({', '.join(FAMILIES)}, and some of HOROVOD_ under "
+        f"[horovod.environment]); {others}"
     )
 
 
