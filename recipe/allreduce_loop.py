@@ -32,7 +32,6 @@ MIN_REPETITIONS = 3
 MAX_REPETITIONS = 200
 EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
-CHUNK_ELEMENTS = PATTERN_LENGTH << 17  # of filling and checking: 3.7 MB
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -165,8 +164,9 @@ def time_message(
     cache as far as they fit, as gradients do. A repetition takes as long as its slowest rank.
     """
     tensors = [torch.empty(n, dtype=torch.float32, device=backend.device) for n in elements]
-    own = pattern_of(world, [world.rank]).to(backend.device)
-    expected = pattern_of(world, range(world.size)).to(backend.device)
+    longest = max(elements)
+    own = pattern_of(world, [world.rank], longest).to(backend.device)
+    expected = pattern_of(world, range(world.size), longest).to(backend.device)
     reduce = backend.prepare(tensors, wire)
 
     def repeat(times: int) -> list[float]:
@@ -174,7 +174,7 @@ def time_message(
         spent = []
         for _ in range(times):
             for tensor in tensors:
-                fill(tensor, own)
+                tensor.copy_(own[: len(tensor)])
             synchronize(backend.device)
             backend.barrier()
             began = time.perf_counter()
@@ -193,7 +193,7 @@ def time_message(
         "repetitions": len(times),
         "seconds_median": median(times),
         "seconds": [float(f"{value:.4g}") for value in times],
-        "wrong_elements": sum(wrong_elements(tensor, expected) for tensor in tensors),
+        "wrong_elements": sum(int((one != expected[: len(one)]).sum()) for one in tensors),
     }
 
 
@@ -206,9 +206,9 @@ def synchronize(device: torch.device) -> None:
 # -- Values whose sum is known, and exact in fp32 and in fp16, in whatever order it is formed ------
 
 
-def pattern_of(world: World, ranks: Iterable[int]) -> torch.Tensor:
-    """What the sum over these ranks is, repeated along a message: fp32 [CHUNK_ELEMENTS]. Rank r
-    brings (i + r) mod n at position i, so that all partial sums are whole and exact in fp16."""
+def pattern_of(world: World, ranks: Iterable[int], length: int) -> torch.Tensor:
+    """What the sum over these ranks is: fp32 [length]. Rank r brings (i + r) mod n at position i,
+    so that all partial sums are whole and exact in fp16."""
     values = min(PATTERN_LENGTH, EXACT_INTEGERS // world.size + 1)
     if values < 2:
         raise UserError(
@@ -217,16 +217,4 @@ def pattern_of(world: World, ranks: Iterable[int]) -> torch.Tensor:
         )
     members = list(ranks)
     period = [sum((position + rank) % values for rank in members) for position in range(values)]
-    length = CHUNK_ELEMENTS // PATTERN_LENGTH * PATTERN_LENGTH
     return torch.tensor(period, dtype=torch.float32).repeat(length // values + 1)[:length]
-
-
-def fill(tensor: torch.Tensor, pattern: torch.Tensor) -> None:
-    """Write the pattern along a tensor, each chunk from its begin."""
-    for piece in tensor.split(len(pattern)):
-        piece.copy_(pattern[: len(piece)])
-
-
-def wrong_elements(tensor: torch.Tensor, pattern: torch.Tensor) -> int:
-    """How many elements of a tensor are not as `fill` with this pattern makes them."""
-    return sum(int((piece != pattern[: len(piece)]).sum()) for piece in tensor.split(len(pattern)))
