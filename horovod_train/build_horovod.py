@@ -31,7 +31,6 @@ VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = sorted((Path(__file__).parent / "patches").glob("*.patch"))
 CPU_PATCH = "cpu-only.patch"
-OLDEST_TORCH = (2, 10)
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 PIP = [sys.executable, "-m", "pip"]
 HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import *; run_commandline()"]
@@ -154,10 +153,8 @@ def import_torch() -> Any:
             f"torch does not import in {sys.prefix} ({error}). Horovod is compiled for one torch: "
             "install that first, with `pip install -e .[horovod]` in the project's folder."
         ) from None
-    version = torch.__version__
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if release < OLDEST_TORCH or torch.version.hip:
-        raise BuildError(f"torch {version}: this builds for torch 2.10 and newer, CPUs and CUDA.")
+    if torch.version.hip:
+        raise BuildError(f"torch {torch.__version__}: this builds for CPUs and CUDA.")
     return torch
 
 
