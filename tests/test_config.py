@@ -349,7 +349,7 @@ def test_refusal_is_one_line_and_exit_code_2(
         ),
         (  # whose rate is that of 256 images, and the last data count
             "--opt-level O2 -b 128 --lr 0.1 /images --dummy",
-            "--opt-level O2 -b 128 --base-lr 0.05 --data synthetic",
+            "--opt-level O2 -b 128 --base-lr 0.05 --data /images --data synthetic",
         ),
         ("-b 4 --dali_cpu /images", "-b 4 --data /images"),  # not a value of what is not known
         ("--foo 3 --prof -b 4", "-b 4"),

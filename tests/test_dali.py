@@ -18,7 +18,6 @@ from recipe.data.batches import (
     open_data,
     to_device,
     training_batches,
-    validation_batches,
 )
 from recipe.errors import UserError
 from recipe.settings.config import Config
@@ -119,16 +118,6 @@ def test_goes_on_anywhere_at_any_number_of_ranks(folders: Config) -> None:
 def test_batches_grow(folders: Config, device: torch.device) -> None:
     config = replace(folders, batch_size_warmup_epochs=1, dali=True)
     assert {len(labels) for _, labels in batches_of(config, device, start=0)} == {2, 4}
-
-
-@needs_dali
-def test_validation_is_the_same_as_without(folders: Config) -> None:
-    seen = [
-        list(validation_batches(open_data(config), config, a_world(), CPU, 0))
-        for config in (folders, replace(folders, dali=True))
-    ]
-    for (images, _), (others, _) in zip(*seen, strict=True):
-        assert torch.equal(images, others)
 
 
 @needs_dali

@@ -117,11 +117,7 @@ def in_our_words(
         if flag == "--lr" and "--opt-level" in words:
             other = APEX_RATE
         values = _values(value, config, world_size)
-        replaced = other.words.partition(" ")[0]
-        if replaced and replaced in corrected:  # of a flag given twice the last one counts
-            place = corrected.index(replaced)
-            del corrected[place : place + 1 + FLAG_NAMES[replaced]]
-        instead = other.words.format(**values)
+        instead = other.words.format(**values)  # of a flag given twice the last one counts
         corrected += shlex.split(instead)
         advice = f"write {instead}" if instead else "leave it out"
         reason = f"; {other.why.format(**values)}" if other.why else ""
