@@ -556,20 +556,6 @@ def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> 
 
 
 @quick
-@given(counts, st.integers(0, 500), st.sampled_from([6, 12, 24]), st.data())
-def test_a_step_is_the_same_set_for_any_split(
-    num_images: int, start: int, step: int, data: st.DataObject
-) -> None:
-    """Ranks x accumulated batches x batch size: only their product counts."""
-    divisors = [n for n in range(1, step + 1) if step % n == 0]
-    size = data.draw(st.sampled_from(divisors))
-    batch = data.draw(st.sampled_from([n for n in divisors if step // size % n == 0]))
-    stream = SampleStream(num_images, 3)
-    split = read(stream, start, start + step, batch, size)
-    assert Counter(split) == Counter(stream.samples(np.arange(start, start + step)))
-
-
-@quick
 @given(counts, small, small, st.integers(1, 5), small, small, st.integers(0, 20))
 def test_each_image_of_an_epoch_so_many_times(
     num_images: int, batch: int, size: int, repeats: int, new_batch: int, new_size: int, steps: int

@@ -161,14 +161,6 @@ def test_gpus_that_torch_has_no_code_for(
             choose_device(a_config(), a_world())
 
 
-def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch, switches: dict[str, str]) -> None:
-    chosen = gpus(monkeypatch, 2)
-    world = a_world(5, 8, local_rank=1, local_size=2)  # not by the global rank
-    assert choose_device(a_config(), world) == torch.device("cuda", 1)
-    assert chosen == [torch.device("cuda", 1)]
-    assert choose_device(a_config(cuda=False), world) == CPU
-
-
 @pytest.fixture
 def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The environment in which torch's settings may be changed; they are put back."""
