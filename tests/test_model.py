@@ -504,6 +504,15 @@ def test_sync_batch_norm_equals_a_single_process(
         assert torch.equal(norm.running_var, norms[0].running_var), "equal on all ranks"
 
 
+def test_sync_batch_norm_exchanges_nothing_in_an_evaluation() -> None:
+    def refuse(values: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+    norm = SyncBatchNorm(refuse, CHANNELS).eval()
+    images = torch.randn(2, CHANNELS, 3, 3)
+    assert torch.equal(norm(images), nn.BatchNorm2d(CHANNELS).eval()(images))
+
+
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
 def test_other_number_formats_are_normalised_in_fp32(dtype: torch.dtype) -> None:
     images = torch.randn(4, CHANNELS, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
