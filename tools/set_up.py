@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -123,7 +122,7 @@ def preflight(with_horovod: bool) -> list[str]:
         if is_known
         else f"{machine}: Horovod and NCCL want Linux on x86_64 or aarch64. On Windows use WSL2; "
         "on a Mac a Linux container.",
-        check_python(sys.version_info[:3], os.environ.get("PATH", "")),
+        check_python(sys.version_info[:3]),
         check_compiler(os.environ.get("CXX") or "g++") if with_horovod else "",
         ""
         if has_headers or not with_horovod
@@ -132,15 +131,13 @@ def preflight(with_horovod: bool) -> list[str]:
     ]
 
 
-def check_python(version: tuple, path: str) -> str:
+def check_python(version: tuple) -> str:
     if version[:2] >= OLDEST_PYTHON:
         return ""
-    newer = [f"python3.{minor}" for minor in range(14, 9, -1)]
-    found = [name for name in newer if shutil.which(name, path=path)]
-    return f"Python {'.'.join(map(str, version))} is too old: 3.10 or newer is needed. " + (
-        f"{found[0]} is on PATH: add PYTHON={found[0]} to the command."
-        if found
-        else "Install one (`module load python`, pyenv, your distribution's package)."
+    return (
+        f"Python {'.'.join(map(str, version))} is too old: 3.10 or newer is needed. Name one in "
+        "the command, as in PYTHON=python3.12; or install one (`module load python`, pyenv, your "
+        "distribution's package)."
     )
 
 
