@@ -217,7 +217,9 @@ def find_toolkit(cuda: str) -> Path | None:
     nvcc = shutil.which("nvcc", path=places)
     if nvcc is None or f"release {cuda}," not in output_of([nvcc, "--version"]):
         return None
-    root = Path(nvcc).resolve().parents[1]
+    # On PATH it may be a script that calls another: it says itself where its toolkit is.
+    told = re.search(r"\bTOP=(.+)", output_of([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]))
+    root = Path(told[1] if told else Path(nvcc).resolve().parent / "..").resolve()
     return root if (root / "include" / "cuda_runtime.h").exists() else None
 
 

@@ -5,6 +5,8 @@ import math
 import os
 import re
 import resource
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,6 +43,14 @@ def choose_device(config: Config, world: World) -> torch.device:
         torch.use_deterministic_algorithms(True)
     on_gpu = config.cuda and torch.cuda.is_available()
     refuse((config.cuda and not on_gpu and NVIDIA_DRIVER.exists(), NO_GPU))
+    lacking = missing_to_compile(on_gpu) if config.compile else []
+    refuse(
+        (
+            lacking,
+            f"--compile: this host lacks {' and '.join(lacking)}; install them (Debian: apt-get "
+            "install g++ python3-dev), or leave --compile out",
+        )
+    )
     if not on_gpu:
         refuse(
             (config.precision == "tf32", "--precision tf32: is a GPU's number format, and this run "
@@ -83,6 +93,19 @@ def lacks_kernels(gpu: int) -> str:
         f" and this torch (CUDA {torch.version.cuda}) has code for {' '.join(archs)} only; install "
         "a torch that is built for it (older GPUs: one of an older CUDA)"
     )
+
+
+def missing_to_compile(on_gpu: bool) -> list[str]:
+    """What of a compiler is not here, with which torch.compile makes what it runs: Triton takes a C
+    compiler, Inductor on the CPU g++, and both Python's headers."""
+    variable, names = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
+    chosen = [os.environ[variable]] if variable in os.environ else names
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    missing = {
+        f"a compiler ({' or '.join(chosen)})": not any(map(shutil.which, chosen)),
+        f"Python's headers ({header})": not header.exists(),
+    }
+    return [name for name, is_missing in missing.items() if is_missing]
 
 
 def keep_freed_memory() -> None:

@@ -170,8 +170,11 @@ def test_nccl_and_toolkit(monkeypatch, tmp_path):
         built, toolkit, nccl = find(wanted, fake_torch(cuda="13.0", gpu=gpu))
         assert built == {"nccl": "22903", "cuda": "13.0 of this site", "architectures": "80,90"}
         assert toolkit == nccl == tmp_path / "cuda"
+    # nvcc on PATH may be a script elsewhere, which calls the toolkit's: that one says where it is.
     monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'cuda' / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    told = f"""case $1 in --dryrun) echo '#$ TOP={tmp_path / "cuda" / "bin"}/..' ;; """
+    write_program(tmp_path / "bin" / "nvcc", f"{told} *) echo 'release 13.0, V.1' ;; esac")
     assert find(True, fake_torch(cuda="13.0"))[1] == tmp_path / "cuda"
     built, toolkit, _ = find(True, fake_torch(cuda="13.1"))  # not what this toolkit is of
     assert toolkit is None and built["cuda"] == "13.1 from wheels"

@@ -320,7 +320,7 @@ def test_refusal_is_one_line_and_exit_code_2(
         (  # of pytorch/examples
             "-a resnet50 -j 8 -b 256 --lr 0.1 --wd 1e-4 -p 5 --dist-url tcp://h:1 --world-size 1 "
             "--dist-backend nccl --multiprocessing-distributed --rank 0 --gpu 0 --seed 1 /images",
-            "-a resnet50 -j 8 -b 256 --base-lr 0.0125 --wd 1e-4 "
+            "-a resnet50 -j 8/GPUS_OF_A_NODE -b 256/GPUS_OF_A_NODE --base-lr 0.0125 --wd 1e-4 "
             "--log-interval 5 --transport nccl --seed 1 --data /images",
         ),
         (
@@ -349,7 +349,7 @@ def test_refusal_is_one_line_and_exit_code_2(
         ),
         (  # whose rate is that of 256 images, and the last data count
             "--opt-level O2 -b 128 --lr 0.1 /images --dummy",
-            "--opt-level O2 -b 128 --base-lr 0.05 --data /images --data synthetic",
+            "--opt-level O2 -b 128 --base-lr 0.05 --data synthetic",
         ),
         ("-b 4 --dali_cpu /images", "-b 4 --data /images"),  # not a value of what is not known
         ("--foo 3 --prof -b 4", "-b 4"),
@@ -364,7 +364,12 @@ def test_another_trainers_line_is_corrected_at_once(line: str, corrected: str) -
         read_flags("ddp", 8, shlex.split(line), talk=False, program="train.py")
     assert str(refused.value).splitlines()[-1] == f"corrected: train.py {corrected}"
     if "--data" in corrected:
-        read_flags("ddp", 8, shlex.split(corrected), talk=False)
+        read_flags("ddp", 8, shlex.split(corrected.replace("/GPUS_OF_A_NODE", "")), talk=False)
+
+
+def test_a_rate_of_a_job_is_to_be_divided_where_its_workers_are_not_known() -> None:
+    with pytest.raises(UserError, match=r"divide .*\n.* --base-lr 0.8/WORKERS --data /images"):
+        read_flags("ddp", 1, ["--dist-url", "env://", "--lr", "0.8", "/images"], talk=False)
 
 
 def test_an_empty_word_before_one_that_is_left_out() -> None:

@@ -161,6 +161,43 @@ def test_gpus_that_torch_has_no_code_for(
             choose_device(a_config(), a_world())
 
 
+@pytest.mark.parametrize(
+    ("count", "there", "lacks"),
+    [
+        (1, {"gcc"}, None),
+        (1, {"clang"}, None),
+        (1, {"g++"}, r"a compiler \(gcc or clang\);"),
+        (0, {"g++"}, None),
+        (0, {"gcc"}, r"a compiler \(g\+\+\);"),
+    ],
+)
+def test_compile_needs_a_compiler(
+    count: int, there: set[str], lacks: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, count)
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    with pytest.raises(UserError, match=r"Python's headers \(.*Python.h\); install them"):
+        choose_device(a_config(compile=True), a_world())
+    (tmp_path / "Python.h").touch()
+    if lacks is None:
+        choose_device(a_config(compile=True), a_world())
+    else:
+        with pytest.raises(UserError, match=lacks):
+            choose_device(a_config(compile=True), a_world())
+    choose_device(a_config(), a_world())
+
+
+def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch, switches: dict[str, str]) -> None:
+    chosen = gpus(monkeypatch, 2)
+    world = a_world(5, 8, local_rank=1, local_size=2)  # not by the global rank
+    assert choose_device(a_config(), world) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+    assert choose_device(a_config(cuda=False), world) == CPU
+
+
 @pytest.fixture
 def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The environment in which torch's settings may be changed; they are put back."""

@@ -20,7 +20,7 @@ from tyro.conf import arg
 from recipe.errors import OWN_RANK, UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
-from recipe.settings.others import in_our_words, is_others
+from recipe.settings.others import in_our_words, is_others, with_open_numbers
 from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
 
@@ -163,7 +163,9 @@ def _refuse_words(
             "defaults differ from the other trainer's, too: see docs/flags.md, or take a preset of "
             "--list-presets"
         )
-    corrected = f"corrected: {program or f'python {sys.argv[0]}'} {shlex.join(line)}"
+    if (open_line := with_open_numbers(line, unknown, world_size)) != line:
+        lines.append("divide what is a node's by its GPUs, and what is the job's by its workers")
+    corrected = f"corrected: {program or f'python {sys.argv[0]}'} {shlex.join(open_line)}"
     raise UserError("\n  ".join(lines) + f"\n{corrected}")
 
 

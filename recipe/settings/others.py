@@ -79,6 +79,8 @@ APEX_RATE = Other(
     "--base-lr {per_256}", "Apex's examples multiply --lr by batch / 256; here it is one worker's"
 )
 UNKNOWN = Other(why="there is no such flag; --help lists all")
+DISTRIBUTED = {"--multiprocessing-distributed", "--world-size", "--local-rank", "--dist-url"}
+OF_A_NODE = {"-b", "--batch-size", "-j", "--workers"}  # in pytorch/examples with the first of these
 NEARLY_CERTAIN = 0.85  # difflib's ratio: so are --epoch and --epochs, not --rank and --rollback
 
 
@@ -117,13 +119,29 @@ def in_our_words(
         if flag == "--lr" and "--opt-level" in words:
             other = APEX_RATE
         values = _values(value, config, world_size)
-        instead = other.words.format(**values)  # of a flag given twice the last one counts
+        replaced = other.words.partition(" ")[0]
+        if replaced and replaced in corrected:  # of a flag given twice the last one counts
+            place = corrected.index(replaced)
+            del corrected[place : place + 1 + FLAG_NAMES[replaced]]
+        instead = other.words.format(**values)
         corrected += shlex.split(instead)
         advice = f"write {instead}" if instead else "leave it out"
         reason = f"; {other.why.format(**values)}" if other.why else ""
         shown = word if equals or word == value else f"{word} {value}".strip()
         told.append(f"{shown}: {advice}{reason}")
     return corrected, told
+
+
+def with_open_numbers(line: Sequence[str], unknown: Sequence[str], world_size: int) -> list[str]:
+    """The corrected line, in which numbers of a whole job are to be divided by what it does not
+    say: nothing to be run as it is."""
+    flags, filled = set(map(_flag, unknown)), list(line)
+    for place, flag in enumerate(line[:-1], 1):
+        if flag in OF_A_NODE and "--multiprocessing-distributed" in flags:
+            filled[place] += "/GPUS_OF_A_NODE"
+        if flag == "--base-lr" and "--lr" in flags and flags & DISTRIBUTED and world_size == 1:
+            filled[place] += "/WORKERS"
+    return filled
 
 
 def _values(value: str, config: Config, world_size: int) -> dict[str, str]:
