@@ -611,6 +611,28 @@ def test_evaluation_changes_nothing(training: bool) -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
+def test_loss_of_half_precision_is_summed_in_full() -> None:
+    config = a_config(precision="bf16")
+    images = torch.randint(0, 256, (64, 3, 5, 5), dtype=torch.uint8)
+    sums = evaluate(TinyNet(), [(images, torch.zeros(64, dtype=torch.int64))], config, CPU)
+    assert sums.dtype == torch.float64
+    assert sums[0] / 64 != (sums[0] / 64).bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_sums_of_a_batch_do_not_wait_for_the_gpu() -> None:
+    device = torch.device("cuda", 0)
+    outputs = torch.randn(8, 10, device=device)
+    targets = torch.zeros(8, dtype=torch.int64, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = sums_of(outputs, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sums[3].item() == 8
+
+
 def test_synthetic_data_is_evaluated_only_when_asked() -> None:
     config = a_config(data="synthetic", synthetic_images=10, batch_norm="sync", val_crop_size=8)
     parts = SimpleNamespace(model=TinyNet(1000), ema=None)

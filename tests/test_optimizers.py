@@ -108,6 +108,27 @@ def test_the_learning_rate_in_words(name: str, settings: dict[str, Any], words: 
     assert schedule_in_words(replace(preset(name), **settings), scale=8) == words
 
 
+def test_lars_scales_what_decays_by_its_trust_ratio() -> None:
+    config = a_config(
+        optimizer="lars", momentum=0.0, wd=0.1, norm_weight_decay=0.0, bias_weight_decay=0.0,
+        trust_coefficient=0.01,
+    )  # fmt: skip
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone(), model.bias.detach().clone()
+    optimizer = build_optimizer(model, config)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    gradient = torch.arange(6.0).view(2, 3)
+    model.weight.grad, model.bias.grad = gradient.clone(), torch.ones(2)
+    optimizer.step()
+    weight, bias = before
+    ratio = 0.01 * weight.norm() / (gradient.norm() + 0.1 * weight.norm())
+    torch.testing.assert_close(
+        model.weight.detach(), weight - 0.5 * ratio * (gradient + 0.1 * weight)
+    )
+    torch.testing.assert_close(model.bias.detach(), bias - 0.5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"optimizer": "lars"}, {"arch": "timm:resnet18"}, {"auto_augment": "rand-m7"}],
@@ -202,6 +223,29 @@ def test_apex_is_missing_or_another_package(
     (tmp_path / "apex" / "__init__.py").write_text("from pyramid_of_another import session")
     with pytest.raises(UserError, match=r"cannot be imported .*pyramid.* pip uninstall.* adamw$"):
         apex_optimizers(a_config(optimizer="apex-adam"), GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", APEX)
+def test_apex_itself(name: Any) -> None:
+    missing = "NVIDIA Apex is missing: docs/recipe.md says how it is built"
+    pytest.importorskip("apex.optimizers", reason=missing, exc_type=ImportError)
+    plain = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[name]
+    if plain == "lamb":
+        pytest.importorskip("timm", reason=WITHOUT_TIMM)
+    weights = []
+    for optimizer in (name, plain):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4).to(GPU)
+        config = a_config(optimizer=optimizer, wd=0.1, base_lr=0.01)
+        built = build_optimizer(model, config)
+        for _ in range(3):
+            model(torch.ones(2, 8, device=GPU)).square().sum().backward()
+            built.step()
+            model.zero_grad()
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
 
 
 # ---- fp16 weights with and without fp32 masters, the loss scale, and exact resumes ----
