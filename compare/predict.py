@@ -29,8 +29,7 @@ from tabulate import tabulate
 from tyro.conf import Positional, arg
 
 from compare.evidence.words import count
-from compare.page.chart import COLOURS, MARKERS, Layer, Plot, linear, logarithmic
-from compare.page.html import template
+from compare.page.chart import COLOURS, MARKERS, Layer, Plot, Scale, linear, template
 from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_runs
 from compare.prediction.networks import Cluster, named_network
 from compare.prediction.step import Prediction, at_batch, fit, predict_step
@@ -306,10 +305,10 @@ def fastest(own: dict[str, dict[str, float]]) -> str:
 
 
 def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
-    """Draw the efficiency over numbers of workers, a line for each network."""
+    """Draw the efficiency over numbers of workers, which double, a line for each network."""
     layers = list[Layer]()
     for (network, steps), colour, marker in zip(chart.items(), COLOURS, MARKERS, strict=False):
-        points = [(one.workers, 100 * step.efficiency) for one, step in steps]
+        points = [(math.log2(one.workers), 100 * step.efficiency) for one, step in steps]
         texts = [
             f"{network}, {one.workers:,} workers: {100 * step.efficiency:.0f} %, "
             f"{step.images_per_second:,.0f} images/s, step {1e3 * step.low_seconds:.0f} to "
@@ -318,12 +317,13 @@ def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
         ]
         layers.append(Layer("line", points, colour, 1.4, key=network))
         layers.append(Layer(marker, points, colour, 2.6, texts=texts, key=network))
-    sizes = [size for layer in layers for size, _ in layer.points]
+    most = max(doubled for layer in layers for doubled, _ in layer.points)
+    ticks = [(power, f"{2**power:,}") for power in range(0, int(most) + 1, 2)]
     return Plot(
         "efficiency",
         name,
         "Images/s of all workers, in per cent of as many workers that exchange nothing.",
-        logarithmic(sizes, "workers"),
+        Scale(0, most or 1, ticks, "workers"),
         linear([100], "efficiency, %", zero=True),
         layers,
     )

@@ -264,6 +264,6 @@ def test_a_record_of_any_shape_is_no_traceback(file, tmp_path, capsys):
 
 
 def test_a_fault_of_our_own_shows_its_traceback(folder, monkeypatch):
-    monkeypatch.setattr("compare.page.text.as_text", lambda reports: {}["missing"])
+    monkeypatch.setattr("compare.page.formats.as_text", lambda reports: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         report.main([str(folder), "--no-html"])

@@ -16,12 +16,10 @@ from compare.evidence import records as records_module
 from compare.evidence.chain import reseal
 from compare.evidence.reading import TimedSummary, contradictions
 from compare.evidence.records import (
-    find_comparison,
     load_comparison,
-    recorded_comparison,
 )
 from compare.page.findings import Report, notices
-from compare.page.html import render_page
+from compare.page.formats import as_page
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_json import plan_record, write_plan
 from recipe.errors import UserError
@@ -281,7 +279,7 @@ def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(one_block):
     assert run.is_complete and run.evaluations == []
     [(_, [line])] = notices(comparison)
     assert f"unreadable: {path}, line 6: seconds = -1.0: expected `float` >" in line
-    assert render_page(Report(comparison))
+    assert as_page([Report(comparison)])
 
 
 def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
@@ -293,25 +291,6 @@ def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
     (folder / "aside").rename(folder / "block-1/B")
     with pytest.raises(UserError, match=r"block-1/A/.*measured as block-1/B/"):
         load_comparison(folder)
-
-
-def test_the_recorded_comparison_is_that_of_the_engines(tmp_path):
-    names = ("laptop/2026-11-22-null", "laptop/2026-11-20-engines", "server/2026-11-21-engines")
-    assert recorded_comparison(tmp_path) is None
-    for name in names:
-        (tmp_path / name).mkdir(parents=True)
-        assert recorded_comparison(tmp_path) != tmp_path / name  # it has no plan
-        (tmp_path / name / "plan.json").write_text("{}")
-        assert recorded_comparison(tmp_path) == tmp_path / name
-
-
-def test_a_comparison_is_found_by_its_folder_or_a_file_in_it(tmp_path, monkeypatch):
-    folder = make_comparison(tmp_path / "runs/compare-1", a_plan(blocks=1))
-    assert find_comparison(folder / "plan.json") == find_comparison(folder) == folder
-    monkeypatch.chdir(tmp_path)
-    assert find_comparison(Path("runs/compare-1")) == Path("runs/compare-1")
-    monkeypatch.chdir(folder)
-    assert load_comparison(find_comparison(Path("."))).folder.resolve() == folder
 
 
 def test_a_third_peer_leaves_the_square_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
 from compare.evidence.rows import training_rows
 from compare.page.findings import Report
-from compare.page.html import render_page
+from compare.page.formats import as_page
 from compare.page.plots import draw_plots
 from compare.plan.configurations import Configuration
 
@@ -58,7 +58,7 @@ def csv_lines(folder: Path, capsys) -> list[dict[str, str]]:
 
 
 def page_of(folder: Path) -> str:
-    return render_page(Report(load_comparison(folder)))
+    return as_page([Report(load_comparison(folder))])
 
 
 def are_in_order(text: str, *words: str) -> bool:
@@ -107,7 +107,7 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     assert "bubble, %" not in text, "none of them is a pipeline"
     edit(folder / "block-1/ddp-torchrun-2/outcome.json", status="failed")
     after = training_rows(load_comparison(folder))[2]
-    assert after.weights == "0 of 2 equal"  # in block 1 there is nothing to compare with
+    assert after["weights"] == "0 of 2 equal"  # in block 1 there is nothing to compare with
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,10 @@ def run_blocked(blocked: set[str], arguments: list[str]) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
-def test_the_report_needs_no_torch_no_horovod_no_tyro_and_its_table_no_jinja(folder):
+def test_the_report_needs_no_torch_no_horovod_and_no_tyro(folder):
     blocked = {"torch", "torchvision", "horovod", "mpi4py", "tyro", "matplotlib"}
     ended = run_blocked(blocked, [str(folder)])
     assert ended.returncode == 0, ended.stderr
-    assert run_blocked({"jinja2"}, [str(folder), "--no-html"]).returncode == 0
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "msgspec", "scipy", "numpy", "tabulate"])
@@ -153,7 +152,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(folder, missing
     ended = run_blocked({missing}, [str(folder)])
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
-    assert f"this needs {missing}: pip install " in line and "--no-html" in line
+    assert f"this needs {missing}: pip install " in line
 
 
 def test_the_page_asks_nothing_of_the_outside_and_keeps_its_order(folder):
@@ -230,22 +229,11 @@ def test_json_is_json_even_of_a_training_that_diverged(folder, capsys):
     assert differences == ["ddp-torchrun − horovod-mpi"] * 2
 
 
-def test_formats_go_to_files_beside_the_table(folder, tmp_path, capsys):
-    names = {"--csv": "a.csv", "--markdown": "a.md", "--json": "deep/a.json"}
-    flags = [word for flag, name in names.items() for word in (flag, str(tmp_path / name))]
-    text = written([str(folder), *flags], capsys)
-    assert "ddp-torchrun" in text and "a.csv" in text
-    assert all((tmp_path / name).stat().st_size > 500 for name in names.values())
-    # The page was not among what was asked for.
-    assert not [*tmp_path.rglob("*.partial"), *tmp_path.rglob("report.html")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--csv", "--json"], "cannot both go to the terminal"),
-        (["--json", "."], "is a folder"),
-        (["--svg", "-"], "give it a FOLDER"),
+        (["--csv", "--json"], "--csv and --json: ask for one at a time"),
+        ([".", "--svg", "plots"], "several comparisons have no plots"),
         (["--html", "page.html", "--no-html"], "exclude each other"),
     ],
 )
@@ -284,21 +272,13 @@ def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, 
     assert len(value["comparisons"]) == 2
 
 
-def test_without_a_comparison_the_recorded_one_is_shown_and_said(
-    tmp_path, template, monkeypatch, capsys
-):
-    recorded, here = tmp_path / "results/a-machine/2026-11-21-engines", tmp_path / "elsewhere"
-    shutil.copytree(template, recorded)
-    here.mkdir()
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.chdir(here)
-    text = written([], capsys)
-    assert are_in_order(text, "Not measured here", "make compare", "trained 1.")
-    assert "2026-11-21-engines" in text
-    assert not (recorded / "report.html").exists()  # a record stays as it is
-    own = shutil.copytree(template, here / "runs/compare-20261122-120000")
-    assert "Not measured here" not in written([], capsys)
-    assert (own / "report.html").exists()
+def test_without_a_path_it_is_the_newest_under_runs(folder, tmp_path, monkeypatch, capsys, refusal):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "runs/compare-20261122-120000")
+    assert "trained 1." in written([], capsys)
+    assert [path.parent.name[-8:] for path in tmp_path.rglob("report.html")] == ["2-120000"]
+    shutil.rmtree(tmp_path / "runs")
+    assert "make one with `make compare`" in refusal(report.main, [], code=1)
 
 
 def test_warnings_stand_by_the_verdict_unless_no_verdict_uses_the_run(folder, capsys):

@@ -23,10 +23,9 @@ from compare.evidence.turns import Purpose
 from compare.evidence.verdicts import Verdict, correction_text, decided, interaction, judge
 from compare.evidence.words import labels_of
 from compare.page.findings import WARNINGS, Report, SideBySide, notices
-from compare.page.html import render_page, render_side_by_side
+from compare.page.formats import as_markdown, as_page, as_text
 from compare.page.plots import draw_plots, plot_verdicts
 from compare.page.tables import square_tables
-from compare.page.text import as_text
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
 PAIRS = (
@@ -122,7 +121,7 @@ def test_an_unfinished_measurement_is_named(square, plan, words):
     verdicts = judge(comparison)  # whoever may stop where it suits, finds differences
     assert ({one.decision for one in verdicts} == {"undecided"}) == bool(words)
     assert ("nothing is decided between" in verdicts[1].sentence()) == bool(words)
-    assert {row.planned_blocks for row in speed_rows(comparison)} == {plan["blocks"]}
+    assert {row["planned_blocks"] for row in speed_rows(comparison)} == {plan["blocks"]}
 
 
 def test_a_round_in_which_one_turn_was_disturbed_is_named_by_that_turn(tmp_path):
@@ -160,7 +159,7 @@ def test_at_one_number_of_workers_throughput_is_bars_with_intervals(square):
     for drawn, line, row in zip(bars, lines, speed_rows(square), strict=True):
         (start, _), _, (end, _) = drawn.points
         [(low, _), (high, _)] = line.points
-        assert start == 0 and 0 < low < end == row.images_per_second < high
+        assert start == 0 and 0 < low < end == row["images_per_second"] < high
 
 
 def test_blocks_whose_ratios_resemble_those_before_are_named(tmp_path):
@@ -216,7 +215,7 @@ def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
     report = Report(load_comparison(folder))
     differences = [bool(verdict.differences) for verdict in report.verdicts]
     assert differences == [False, True, True, False]
-    page = render_page(report)
+    page = as_page([report])
     assert "1 thing differed that must be equal: precision" in page
     assert "Everything that was recorded" not in page
 
@@ -236,7 +235,7 @@ def test_beside_whole_runs_there_is_no_ratio_and_all_that_a_verdict_rests_on(squ
     edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
     both = [Report(square), Report(load_comparison(folder))]
     assert SideBySide(both).differences["measured by"] == ["turns", "runs"]
-    for text in (as_text(both), as_text(both, markdown=True), render_side_by_side(both)):
+    for text in (as_text(both), as_markdown(both), as_page(both)):
         for words in ("corrected by Holm", "learning_rates_sha256: ", "was built without NCCL"):
             assert words in text
 
@@ -246,7 +245,7 @@ def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     folder = by_turns(tmp_path / "compare-1")
     shutil.rmtree(folder / "block-1")
     edit(folder / "plan.json", full_runs=0)
-    for flags in ([], ["--json", "-"], ["--markdown"], ["--csv"]):
+    for flags in ([], ["--json"], ["--markdown"], ["--csv"]):
         assert report.main([str(folder), *flags]) == 0
     assert "DDP over MPI trained" in capsys.readouterr().out
     whole = Report(load_comparison(folder))

@@ -42,10 +42,18 @@ def judged(folder: str) -> dict[str, Any]:
         ],
         "images_per_second": [row["images_per_second"] for row in whole["speed"]],
         "cpu_ms_per_image": [row["cpu_ms_per_image"] for row in whole["speed"]],
-        "step_seconds": [row["seconds"]["step_seconds"] for row in whole["phases"]],
+        "step_seconds": [step_seconds(row["step_seconds"]) for row in whole["phases"]],
         "top1": [row["top1"] for row in whole["trainings"]],
         "weights": [row["weights"] for row in whole["trainings"]],
     }
+
+
+def step_seconds(value: Any) -> Any:
+    """A cell's step, or a difference of two with the ends of its interval."""
+    if isinstance(value, float):
+        return value
+    mean, half = value
+    return [mean, None if half is None else mean - half, None if half is None else mean + half]
 
 
 def close(value: Any) -> Any:

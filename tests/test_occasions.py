@@ -16,8 +16,7 @@ from compare.evidence.occasions import over_occasions, pool
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
 from compare.page.findings import Report, SideBySide, asks_other
-from compare.page.html import render_side_by_side
-from compare.page.text import as_json, as_text
+from compare.page.formats import as_json, as_markdown, as_page, as_text
 
 
 def an_estimate(log: float, error: float) -> Estimate:
@@ -84,7 +83,7 @@ def test_comparisons_of_one_question_are_summarized(tmp_path):
     reports = two_comparisons(tmp_path, **same, variables=variables)
     told = SideBySide(reports)
     assert not told.not_pooled and len(told.occasions) == 5  # with the interaction
-    for text in (as_text(reports), as_text(reports, markdown=True), render_side_by_side(reports)):
+    for text in (as_text(reports), as_markdown(reports), as_page(reports)):
         for words in ("12.7 for two", "Over occasions", "DDP over MPI to Horovod over MPI"):
             assert words in text
     [row, *_] = json.loads(as_json(reports))["occasions"]
@@ -93,7 +92,7 @@ def test_comparisons_of_one_question_are_summarized(tmp_path):
 
 def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path):
     reports = two_comparisons(tmp_path, torch="3.0", hosts=["one", "two"], cores=99)
-    for text in (as_text(reports), as_text(reports, markdown=True), render_side_by_side(reports)):
+    for text in (as_text(reports), as_markdown(reports), as_page(reports)):
         [fields] = re.findall(r"they differ in what they ask: (.*?)\.", " ".join(text.split()))
         assert {*fields.split(", ")} == {"torch", "hosts", "cores"}
         assert "Over occasions" not in text

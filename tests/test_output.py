@@ -15,7 +15,7 @@ from making import folder_config, write_images
 from records import a_plan, edit
 from test_compare_records import make_comparison
 
-from compare import keep, report
+from compare import keep
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.plan.plan import Words
@@ -27,6 +27,7 @@ from recipe.record.fingerprint import comparison_keys
 
 NAME = os.fsdecode(b"name-\xe9")  # in Latin-1
 SHOWN = r"name-\udce9"
+RECORDED = "results/xeon-2-cores/2026-11-21-engines"
 PRINTS = """
 from recipe.command import prepare_output
 prepare_output()
@@ -84,7 +85,7 @@ def test_what_has_no_place_in_the_encoding_is_shown(
         ("baselines/single_process.py --help", "| true"),
         ("compare/run.py --list-plans", "| true"),
         ("compare/run.py square --dry-run --workers 1", "| true"),
-        ("compare/report.py --no-html", "| head -1"),
+        (f"compare/report.py {RECORDED} --no-html", "| head -1"),
         ("benchmarks/run.py --help", "| true"),
         ("-m recipe.data.prepare check --help", "| true"),
     ],
@@ -96,7 +97,7 @@ def test_commands_whose_output_is_not_read(command: str, streams: str) -> None:
 
 def test_a_full_disk_under_what_a_command_prints() -> None:
     """A text that was to go into a file is not whole: the exit code says so."""
-    done = piped(f"{sys.executable} compare/report.py --csv >/dev/full")
+    done = piped(f"{sys.executable} compare/report.py {RECORDED} --csv >/dev/full")
     assert done.returncode == 1
     assert (
         "compare/report.py: not all that it printed was written ([Errno 28] No space left"
@@ -212,11 +213,10 @@ def test_a_report_on_such_names(tmp_path: Path) -> None:
     (run_folder / "output.log").write_bytes(b"\xe9")
     edit(run_folder / "environment.json", command=["train.py", NAME])
     edit(run_folder / "config.json", data=NAME)
-    for form in ("--json", "--csv", "--markdown", "--html"):
-        assert report.main([str(folder), form, str(tmp_path / "report")]) == 0
-        assert SHOWN in (tmp_path / "report").read_text("utf-8")
-    assert report.main([str(folder), "--json", str(tmp_path / "report")]) == 0
-    assert read_json(tmp_path / "report")["comparison"].endswith(NAME)
+    for form in ("--csv", "--markdown", "--json"):
+        words = ["compare/report.py", str(folder), form, "--html", str(tmp_path / "page")]
+        assert SHOWN in run([sys.executable, *words]).checked().output
+        assert SHOWN in (tmp_path / "page").read_text("utf-8")
     place = ["--machine", "m", "--question", "q", "--results", str(tmp_path / "results")]
     assert keep.main([str(folder), *place]) == 0
     (kept,) = (tmp_path / "results/m").iterdir()

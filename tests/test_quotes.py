@@ -20,7 +20,7 @@ from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
 from compare.evidence.words import interval_text, ratio_text
 from compare.page.findings import Report, SideBySide
-from compare.page.text import as_text
+from compare.page.formats import as_markdown
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -55,7 +55,7 @@ def figures_of(folder: str) -> Iterator[Figures]:
     elif (path / "plan.json").exists():
         report = report_of(folder)
         found = [one for verdict in report.verdicts for one in (verdict.speed, verdict.cpu)]
-        found += [*report.interactions.values(), *(row.scaling for row in report.speed)]
+        found += [*report.interactions.values(), *(row["scaling"] for row in report.speed)]
         for one in found:
             yield from figures(one)
 
@@ -107,7 +107,7 @@ def passages(page: str) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
 def speeds_of(folder: str) -> list[str]:
-    return [f"{row.images_per_second:.0f}" for row in report_of(folder).speed]
+    return [f"{row["images_per_second"]:.0f}" for row in report_of(folder).speed]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -174,7 +174,7 @@ def test_the_ladders_figures_are_those_of_its_record() -> None:
     """Images/s, memory and network of each rung."""
     page = (ROOT / "docs/ladder.md").read_text()
     record = linked(page)[0]
-    text, speeds = as_text([report_of(record)], markdown=True), speeds_of(record)
+    text, speeds = as_markdown([report_of(record)]), speeds_of(record)
     rows = re.findall(r"\| (\d+) \| ([\d,]+) \| ([\d.]+) \| \d+ \| \w+ \|", page)
     assert len(rows) == len(speeds)
     for speed, *others in rows:

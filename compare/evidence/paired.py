@@ -14,6 +14,7 @@ simulates it again.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtr, stdtr, stdtrit
@@ -124,16 +125,20 @@ def estimate_logs(logs: Sequence[float], confidence: float = CONFIDENCE) -> Esti
     return Estimate(math.exp(center), low, high, ratios, error, n - 1, confidence)
 
 
-def mean_interval(
-    values: Sequence[float], confidence: float = CONFIDENCE
-) -> tuple[float, float | None, float | None]:
-    """Return the mean of what each block has measured once, and the ends of its interval, None from
-    fewer than MIN_BLOCKS blocks."""
+class Difference(NamedTuple):
+    """Of two times or speeds, the mean of what each block has measured once."""
+
+    mean: float
+    half_width: float | None  # of its interval; None: from fewer than MIN_BLOCKS blocks
+
+
+def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Difference:
+    """Estimate the difference that each block has measured once."""
     center, n = math.fsum(values) / len(values), len(values)
     if n < MIN_BLOCKS:
-        return center, None, None
-    half = student_quantile(confidence, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return center, center - half, center + half
+        return Difference(center, None)
+    error = float(np.std(values, ddof=1)) / math.sqrt(n)
+    return Difference(center, student_quantile(confidence, n - 1) * error)
 
 
 def student_quantile(confidence: float, degrees: int) -> float:

@@ -177,25 +177,22 @@ def newest_comparison(runs: Path) -> Path | None:
     return max((path.parent for path in runs.glob("compare-*/plan.json")), default=None)
 
 
-def recorded_comparison(results: Path) -> Path | None:
-    """Return the newest comparison that was recorded as results/MACHINE/DATE-QUESTION/, None if
-    there is none. Those of the question `engines` come first: whoever asks for none in particular
-    means that one."""
-    folders = [path.parent for path in results.glob("*/*/plan.json")]
-    return max(folders, key=lambda one: (one.name.endswith("engines"), one.name), default=None)
-
-
-def find_comparison(path: Path) -> Path:
-    """Return the comparison that a user's path means, which is its folder or a file in it;
-    UserError if there is none."""
-    folder = path if path.is_dir() else path.parent
-    if path.exists() and (folder / "plan.json").exists():
-        return folder
-    what = "holds no plan.json, so that it is no comparison" if path.exists() else "does not exist"
-    raise UserError(
-        f"{path} {what}: give the path of one, as in `python compare/report.py runs/compare-...`, "
-        "or make one with `make compare` or `python compare/run.py`"
-    )
+def find_comparisons(paths: Sequence[Path]) -> list[Path]:
+    """Return the comparisons that a user's paths mean, each its folder or a file in it; without
+    any the newest under runs/. UserError if there is none."""
+    found = []
+    for path in paths or filter(None, [newest_comparison(Path("runs"))]):
+        folder = path if path.is_dir() else path.parent
+        is_there = path.exists() and (folder / "plan.json").exists()
+        what = "holds no plan.json" if path.exists() else "does not exist"
+        refuse((not is_there, f"{path} {what}: give the path of one, as in runs/compare-..."))
+        found.append(folder)
+    refuse((
+        not found,
+        "no comparison under runs/: make one with `make compare` or `python compare/run.py`, or "
+        "give the path of one, such as one of those under results/",
+    ))  # fmt: skip
+    return found
 
 
 def load_comparison(folder: Path) -> Comparison:

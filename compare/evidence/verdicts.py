@@ -164,6 +164,10 @@ class Verdict:
         low, high = self.speed.low or 0, self.speed.high or 0
         return 1 < low <= 1 + self.delay <= high
 
+    def below(self) -> list[str]:
+        """Say in what its runs differ, and what supports it."""
+        return [*map(difference_text, self.differences), *self.support()]
+
     def support(self) -> list[str]:
         """Say what supports a verdict: where both did not the same training, and their CPU time (a
         finding of its own: who takes longer often computes longer)."""

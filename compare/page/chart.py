@@ -1,17 +1,21 @@
-"""Small plots as SVG.
+"""Small plots as SVG: what is where. How it looks is plot.svg.jinja.
 
-Written out here rather than by matplotlib, whose import alone takes longer than a report may, and
-whose colours are fixed. Letters stay letters and colours are CSS variables, so that the page
-decides on light or dark and on the font, and a plot can be read aloud, searched and printed.
-`standalone` makes a file of it.
+Not drawn by matplotlib, whose import alone takes longer than a report may, and whose colours are
+fixed. Letters stay letters and colours are CSS variables, so that the page decides on light or dark
+and on the font, and a plot can be read aloud, searched and printed. `standalone` makes a file of
+it.
 """
 
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from html import escape
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 WIDTH = 360  # units: about a phone's width in pixels, so that letters need not shrink there
 FONT_SIZE = 11
@@ -60,7 +64,29 @@ def css_variables(medium: int) -> str:
     return " ".join(f"--{name}: {values[medium]};" for name, values in PALETTE.items())
 
 
-# ----------------------------------------------------------------------------------------- scales
+def number(value: float) -> str:
+    """Print a coordinate: a twentieth of a unit is not to be seen."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def unbroken(command: str) -> Markup:
+    """Keep each word of a command whole where a line ends: `--seed` has no break after a dash."""
+    return Markup(" ").join(Markup("<span>{}</span>").format(word) for word in command.split(" "))
+
+
+@cache
+def template(name: str) -> Any:
+    """Return a template of this folder; those of Markdown are not escaped as HTML is."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=lambda name: not str(name).endswith(".md.jinja"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.globals |= {"colours": css_variables}
+    environment.filters |= {"number": number, "unbroken": unbroken}
+    return environment.get_template(name)
 
 
 @dataclass(frozen=True)
@@ -71,13 +97,9 @@ class Scale:
     high: float
     ticks: Sequence[tuple[float, str]] = ()
     label: str = ""  # with the unit
-    logarithmic: bool = False
 
     def fraction(self, value: float) -> float:
-        """Return where a value lies: 0 at `low`, 1 at `high`; NaN if it has no place."""
-        if self.logarithmic:
-            place = math.log(value / self.low) if value > 0 else math.nan
-            return place / math.log(self.high / self.low)
+        """Return where a value lies: 0 at `low`, 1 at `high`."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -95,23 +117,6 @@ def linear(values: Iterable[float], label: str = "", zero: bool = False, ticks: 
     return Scale(low, high, [(i * step, f"{i * step:,g}".replace("-", "−")) for i in places], label)
 
 
-def logarithmic(values: Iterable[float], label: str = "") -> Scale:
-    """Return a logarithmic scale over positive values, with ticks at 1, 2 and 5 of each decade, or
-    at round numbers within a single one."""
-    finite = [value for value in values if math.isfinite(value) and value > 0]
-    low, high = min(finite) / 1.1, max(finite) * 1.1
-    digits = (1, 2, 5) if high / low < 1000 else (1,)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values_at = [digit * 10.0**decade for decade in decades for digit in digits]
-    of_decades = [(value, f"{value:,g}") for value in values_at]
-    ticks = linear([low, high]).ticks if high / low < 10 else of_decades
-    inside = [tick for tick in ticks if low <= tick[0] <= high]
-    return Scale(low, high, inside, label, logarithmic=True)
-
-
-# ------------------------------------------------------------------------------------------ plots
-
-
 @dataclass(frozen=True)
 class Layer:
     """What is drawn at some points: a line through them, or a mark on each."""
@@ -126,8 +131,9 @@ class Layer:
     texts: Sequence[str] = ()  # shown to whoever points at a point
     key: str = ""  # its name in the legend; empty: not there
 
-    def draw(self, points: Iterable[tuple[float, float]]) -> str:
-        """Return the layer at these points of the picture; one that is no number leaves a gap."""
+    def path(self, points: Iterable[tuple[float, float]]) -> str:
+        """Return the path through these points of the picture; one that is no number leaves a
+        gap."""
         path, pen, size = "", "M", self.size
         for x, y in points:
             if not math.isfinite(x + y):
@@ -137,13 +143,7 @@ class Layer:
             else:
                 corners = [(x + dx * size, y + dy * size) for dx, dy in MARKERS[self.kind]]
                 path += f"M{'L'.join(f'{number(x)} {number(y)}' for x, y in corners)}Z"
-        width = size if self.kind == "line" else 0.9
-        style = f'fill="none" stroke="{self.colour}" stroke-width="{number(width)}"'
-        if self.kind != "line" and not self.hollow:
-            style = f'fill="{self.colour}"'
-        dash = f' stroke-dasharray="{self.dash}"' if self.dash else ""
-        opacity = f' opacity="{self.opacity:.3g}"' if self.opacity != 1 else ""
-        return f'<path d="{path}" {style}{dash}{opacity}/>' if path else ""
+        return path
 
 
 def bar(
@@ -163,6 +163,11 @@ class PlotRow:
     name: str
     value: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The name, cut where it has no room beside the value."""
+        return shortened(self.name, WIDTH - text_width(self.value) - 8)
+
 
 @dataclass(frozen=True)
 class Plot:
@@ -180,7 +185,8 @@ class Plot:
     @cached_property
     def svg(self) -> str:
         """The picture for a page."""
-        legend, top = self.legend()
+        legend = self.legend()
+        top = (legend[-1][1] + LINE / 2 if legend else 0.0) + 8
         left = max((text_width(text) for _, text in self.y.ticks), default=-1.0) + 6
         left, right = left + (LINE + 4 if self.y.label else 0), WIDTH - 6.0
         for value, text in self.x.ticks:  # no end of a number sticks out of the picture
@@ -190,91 +196,48 @@ class Plot:
 
         def place(x: float, y: float) -> tuple[float, float]:
             across, up = self.x.fraction(x), self.y.fraction(y)
-            return left + across * (right - left), bottom - up * (bottom - top)
+            return left + across * (right - left), bottom - up * self.height
 
-        drawn, hits = self.axes((left, right, top, bottom)) + legend, []
-        for layer in self.layers:
-            points = [place(x, y) for x, y in layer.points]
-            drawn += layer.draw(points)
-            hits += [
-                f'<circle cx="{number(x)}" cy="{number(y)}" r="5">'
-                f"<title>{escape(text)}</title></circle>"
-                for (x, y), text in zip(points, layer.texts, strict=False)
-                if text and math.isfinite(x + y)
-            ]
-        for row in self.rows:
-            _, y = place(self.x.low, row.y)
-            # With a rim of paper, so that no line runs through it.
-            rim = f' stroke="{PAPER}" stroke-width="3" paint-order="stroke"'
-            room = WIDTH - text_width(row.value) - 8
-            drawn += write(0, y - 9, shortened(row.name, room), "start", INK, rim)
-            drawn += write(WIDTH, y - 9, row.value, "end", MUTED)
-        kept = "".join(hits[:: -(-len(hits) // MAX_HITS) or 1])
-        height = bottom + LINE + (LINE + 3 if self.x.label else 0) + 3
-        alternative = escape(f"{self.title}. {self.caption}")
-        return (
-            f'<svg role="img" aria-label="{alternative}"'
-            f' viewBox="0 0 {WIDTH} {number(height)}" font-size="{FONT_SIZE}">{drawn}'
-            f'<g class="hits" fill="transparent">{kept}</g></svg>'
-        )
+        hits = [
+            (*place(x, y), text)
+            for layer in self.layers
+            for (x, y), text in zip(layer.points, layer.texts, strict=False)
+            if text and math.isfinite(x + y)
+        ]
+        drawn = template("plot.svg.jinja").render(
+            plot=self, legend=legend, place=place, left=left, right=right, top=top, bottom=bottom,
+            hits=hits[:: -(-len(hits) // MAX_HITS) or 1], width=WIDTH, line=LINE, font=FONT_SIZE,
+            height=bottom + LINE + (LINE + 3 if self.x.label else 0) + 3,
+        )  # fmt: skip
+        return str(drawn)
 
-    def legend(self) -> tuple[str, float]:
-        """Return the legend, above the chart where it can hide no data, and where that begins."""
+    def legend(self) -> list[tuple[float, float, str, list[Layer]]]:
+        """Return the legend, which is above the chart where it can hide no data: of each entry its
+        place, its label, and the layers that it shows, one of a kind."""
         entries: dict[str, dict[str, Layer]] = {}
         for layer in self.layers:
             if layer.key:
                 entries.setdefault(layer.key, {}).setdefault(layer.kind, layer)
-        text, x, y = "", 0.0, LINE / 2 + 1
+        found, x, y = [], 0.0, LINE / 2 + 1
         for key, layers in entries.items():
             label = shortened(key, WIDTH - 30)
             width = 30 + text_width(label)
             if x and x + width > WIDTH:
                 x, y = 0.0, y + LINE + 1
-            for kind, layer in layers.items():
-                text += layer.draw([(x, y), (x + 24, y)] if kind == "line" else [(x + 12, y)])
-            text += write(x + 29, y + 3.5, label)
+            found.append((x, y, label, [*layers.values()]))
             x += width + 12
-        return text, (y + LINE / 2 if entries else 0.0) + 8
-
-    def axes(self, frame: tuple[float, float, float, float]) -> str:
-        """Return both axes around a frame: left, right, top and bottom."""
-        left, right, top, bottom = frame
-        grid, text = Layer("line", (), GRID, 0.7), ""
-        for value, label in self.x.ticks:
-            x = left + self.x.fraction(value) * (right - left)
-            text += grid.draw([(x, top), (x, bottom)]) + write(x, bottom + LINE, label, "middle")
-        for value, label in self.y.ticks:
-            y = bottom - self.y.fraction(value) * (bottom - top)
-            text += grid.draw([(left, y), (right, y)]) + write(left - 6, y + 3.5, label, "end")
-        corner = [(left, top)] * bool(self.y.ticks) + [(left, bottom), (right, bottom)]
-        text += Layer("line", (), MUTED, 0.8).draw(corner)
-        text += write((left + right) / 2, bottom + 2 * LINE + 2, self.x.label, "middle")
-        turned = f' transform="rotate(-90 {FONT_SIZE} {number((top + bottom) / 2)})"'
-        return text + write(FONT_SIZE, (top + bottom) / 2, self.y.label, "middle", INK, turned)
+        return found
 
 
 def standalone(svg: str) -> str:
     """Return a plot as a file of its own: colours in place of variables, and a background."""
-    head, body = svg.split(">", 1)
-    sizes = re.findall(r'viewBox="0 0 (\S+) (\S+)"', head)[0]
-    width, height = (float(size) + 2 * BORDER for size in sizes)
-    head = re.sub('viewBox="[^"]*"', f'viewBox="-{BORDER} -{BORDER} {width:g} {height:g}"', head)
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width:g}"'
-    frame += ' font-family="Helvetica, Arial, sans-serif"'
+    [(width, height)] = re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)
+    width, height = float(width) + 2 * BORDER, float(height) + 2 * BORDER
+    frame = f'viewBox="-{BORDER} -{BORDER} {width:g} {height:g}" width="{2 * width:g}"'
+    frame += ' xmlns="http://www.w3.org/2000/svg" font-family="Helvetica, Arial, sans-serif"'
     paper = f'<rect x="-{BORDER}" y="-{BORDER}" width="100%" height="100%" fill="{PAPER}"/>'
-    text = f"{head.replace('<svg', frame)}>{paper}{body}\n"
-    return re.sub(r"var\(--([\w-]+)\)", lambda found: PALETTE[found[1]][0], text)
-
-
-# ------------------------------------------------------------------------------------------- text
-
-
-def write(
-    x: float, y: float, text: str, anchor: str = "start", colour: str = INK, more: str = ""
-) -> str:
-    """Return a text of the picture; nothing if it is empty."""
-    place = f'x="{number(x)}" y="{number(y)}" text-anchor="{anchor}" fill="{colour}"'
-    return f"<text {place}{more}>{escape(text)}</text>" if text else ""
+    text = re.sub(r'viewBox="[^"]*"([^>]*)>', rf"{frame}\1>{paper}", svg, count=1)
+    return re.sub(r"var\(--([\w-]+)\)", lambda found: PALETTE[found[1]][0], f"{text}\n")
 
 
 def text_width(text: str) -> float:
@@ -289,8 +252,3 @@ def shortened(text: str, width: float) -> str:
     while text_width(text) > width:
         text = f"{text[:-2]}…"
     return text
-
-
-def number(value: float) -> str:
-    """Print a coordinate: a twentieth of a unit is not to be seen."""
-    return f"{value:.1f}".removesuffix(".0")

@@ -1,5 +1,5 @@
-"""The report of a comparison, put together once: all that it says. text.py and html.py only write
-it down."""
+"""The report of a comparison, put together once: all that it says. formats.py only writes it
+down."""
 
 import datetime
 import json
@@ -82,7 +82,7 @@ class Report:
         self.speed = speed_rows(comparison)
         self.trainings = training_rows(comparison)
         self.phases = phase_rows(comparison)
-        self.phase_differences = phase_differences(comparison, self.phases, self.verdicts)
+        self.phase_differences = phase_differences(comparison, self.verdicts)
         self.notices = notices(comparison)  # last: what the others read may be damaged
 
     @property

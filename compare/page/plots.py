@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from compare.evidence.paired import Estimate
-from compare.evidence.rows import CellRow, PhaseRow, SpeedRow
+from compare.evidence.rows import EXPOSED, Row
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import interval_text, place_text, ratio_text, three_digits
 from compare.page.chart import (
@@ -147,18 +147,19 @@ def interval_line(estimate: Estimate, y: float) -> Layer:
 
 def plot_throughput(report: Report, case: str) -> Plot | None:
     """Show each configuration's speed at each number of workers; None if none was measured."""
-    rows = [row for row in report.speed if row.case == case]
+    rows = [row for row in report.speed if row["case"] == case]
     if not rows:
         return None
     layers, named, unit = list[Layer](), list[PlotRow](), report.comparison.unit
-    fewest: dict[str, SpeedRow] = {}
+    fewest: dict[str, Row] = {}
     for y, (row, name) in enumerate(zip(rows, row_names(report, rows), strict=True)):
-        rate, base = row.images_per_second, fewest.setdefault(row.configuration, row)
-        told, colour = f"{three_digits(rate)} {unit}/s", line_style(report, row.configuration)[1]
+        configuration, rate = row["configuration"], row["images_per_second"]
+        base, colour = fewest.setdefault(configuration, row), line_style(report, configuration)[1]
+        told = f"{three_digits(rate)} {unit}/s"
         layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {told}"))
-        layers.append(interval_line(row.mean, y + 0.14))
+        layers.append(interval_line(row["mean"], y + 0.14))
         if row is not base:
-            ideal = base.images_per_second * row.workers / base.workers
+            ideal = base["images_per_second"] * row["workers"] / base["workers"]
             ends = [(ideal, y - 0.06), (ideal, y + 0.34)]
             layers.append(Layer("line", ends, MUTED, 1.4, "3 2", key="ideal scaling"))
         named.append(PlotRow(y, name, told))
@@ -175,10 +176,12 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
     )
 
 
-def row_names(report: Report, rows: Sequence[CellRow]) -> list[str]:
+def row_names(report: Report, rows: Sequence[Row]) -> list[str]:
     """Name the cells of a plot's rows, with the workers where their numbers differ."""
-    is_several = len({row.workers for row in rows}) > 1
-    return [place_text(report.labels[row.configuration], is_several * row.workers) for row in rows]
+    is_several = len({row["workers"] for row in rows}) > 1
+    return [
+        place_text(report.labels[row["configuration"]], is_several * row["workers"]) for row in rows
+    ]
 
 
 def plot_drift(report: Report, case: str) -> Plot | None:
@@ -215,10 +218,10 @@ def plot_drift(report: Report, case: str) -> Plot | None:
 
 def plot_phases(report: Report, case: str) -> Plot | None:
     """Show what a step's time is made of; None if no run measured it."""
-    shown = [row for row in report.phases if row.case == case]
+    shown = [row for row in report.phases if row["case"] == case]
     if not shown:
         return None
-    milliseconds = [1000 * row.seconds["step_seconds"] for row in shown]
+    milliseconds = [1000 * row["step_seconds"] for row in shown]
     told = [f"{three_digits(ms)} ms" for ms in milliseconds]
     rows = [*map(PlotRow, range(len(shown)), row_names(report, shown), told)]
     return row_plot(
@@ -234,13 +237,13 @@ def plot_phases(report: Report, case: str) -> Plot | None:
     )
 
 
-def phase_layers(row: PhaseRow, told_in: PlotRow) -> list[Layer]:
+def phase_layers(row: Row, told_in: PlotRow) -> list[Layer]:
     """Return a row of bars, one behind the other."""
-    name, y, step = told_in.name, told_in.y, 1000 * row.seconds["step_seconds"]
+    name, y, step = told_in.name, told_in.y, 1000 * row["step_seconds"]
     end, layers = 0.0, []
     for field, (words, colour, opacity) in PHASES.items():
-        is_alone = row.workers == 1 and field == "exposed_communication_seconds"
-        ms = 1000 * row.seconds.get(field, 0.0)
+        is_alone = row["workers"] == 1 and field == EXPOSED
+        ms = 1000 * row.get(field, 0.0)
         if ms > 0:  # noise may bring the difference of two means below 0; a bar cannot be there
             shown = ALONE if is_alone else words
             told = f"{name}: {shown} {ms:.3g} ms, {100 * ms / step:.1f} % of the step"

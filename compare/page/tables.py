@@ -3,16 +3,13 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import tabulate
 
 from compare.evidence.goals import goals_of
-from compare.evidence.paired import Estimate
+from compare.evidence.paired import Difference, Estimate
 from compare.evidence.records import Comparison
-from compare.evidence.rows import PhaseRow
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
 from compare.page.findings import Report, SideBySide
@@ -48,13 +45,18 @@ class Column:
     """A column: its name with the unit, what it shows of a row, and what that means."""
 
     name: str
-    # A number, an estimate, a figure with the ends of its range, a text or a cell; None: unknown.
-    value: Callable[[Any], Any]
+    # The figure's name in a row, or a function of the row: a number, an estimate, a figure with the
+    # ends of its range, a text or a cell; None: unknown.
+    figure: str | Callable[[Any], Any]
     pattern: str = ""  # of a number; three digits without one
     note: str = ""
     scale: float = 1  # from the row's unit to the column's
     is_optional: bool = False  # left out where no row has a value
     is_number: bool = True
+
+    def value(self, row: Any) -> Any:
+        """Return what a row has."""
+        return row.get(self.figure) if isinstance(self.figure, str) else self.figure(row)
 
     def cell(self, row: Any) -> TableCell:
         """Return what the column shows of a row."""
@@ -63,6 +65,10 @@ class Column:
             return value
         if value is None or isinstance(value, str):
             return TableCell(value or "–")
+        if isinstance(value, Difference):
+            mean, half = (self.scale * (one or 0) for one in value)
+            width = "" if value.half_width is None else f"±{half:.1f}"
+            return TableCell(f"{mean:+.1f}".replace("-", "−"), mean, width)
         if isinstance(value, Estimate):
             value = (value.ratio, value.low, value.high)
         figure, *ends = value if isinstance(value, tuple) else (value,)
@@ -100,6 +106,12 @@ def counted(number: int, planned: int | None) -> TableCell:
     return TableCell(f"{number} of {planned}", number, is_alarm=True)
 
 
+def column_of(name: str, at: int | str, pattern: str = "", is_number: bool = True) -> Column:
+    """Return a column that shows this place of lists, or this field of objects."""
+    field = (lambda row: getattr(row, at)) if isinstance(at, str) else (lambda row: row[at])
+    return Column(name, field, pattern, is_number=is_number)
+
+
 # ------------------------------------------------------------------------------------- the tables
 
 
@@ -107,64 +119,60 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
     """Return the columns of speed, of images or of what a user's own scripts count."""
     one = unit.removesuffix("s")
     return (
-        Column(f"{unit}/s", lambda row: (row.images_per_second, row.lowest, row.highest),
+        Column(f"{unit}/s", lambda row: (row["images_per_second"], row["lowest"], row["highest"]),
                note=f"{unit.capitalize()}/s: all {unit} over all seconds, with the range of the "
                "blocks."),
-        Column("scaling, %", lambda row: row.scaling, "{:.0f}", scale=100, is_optional=True,
+        Column("scaling, %", "scaling", "{:.0f}", scale=100, is_optional=True,
                note=f"Scaling: {unit}/s per worker, as a percentage of that with the fewest "
                "workers in the block of the same number, with its interval."),
-        Column(f"CPU ms per {one}", lambda row: row.cpu_ms_per_image,
-               note="CPU time: of all workers."),
-        Column("blocks", lambda row: counted(row.blocks, row.planned_blocks)),
+        Column(f"CPU ms per {one}", "cpu_ms_per_image", note="CPU time: of all workers."),
+        Column("blocks", lambda row: counted(row["blocks"], row["planned_blocks"])),
     )  # fmt: skip
 
 
 TRAININGS = (
-    Column("start and end, s", lambda row: row.startup_seconds, "{:,.1f}",
+    Column("start and end, s", "startup_seconds", "{:,.1f}",
            "Medians, of times and input without runs that others disturbed. Start and end: from "
            "the launcher's start to its end, without the training clock."),
-    Column("training, s", lambda row: row.train_seconds, "{:,.1f}"),
-    Column("evaluation, s", lambda row: row.evaluation_seconds, "{:,.1f}",
-           "Evaluation: with checkpoints."),
-    Column("top-1, %", lambda row: row.top1, "{:.2f}",
-           "Top-1, top-5 and loss: last validation."),
-    Column("top-5, %", lambda row: row.top5, "{:.2f}"),
-    Column("loss", lambda row: row.loss, "{:.4g}"),
-    Column("weights", lambda row: row.weights, is_number=False,
+    Column("training, s", "train_seconds", "{:,.1f}"),
+    Column("evaluation, s", "evaluation_seconds", "{:,.1f}", "Evaluation: with checkpoints."),
+    Column("top-1, %", "top1", "{:.2f}", "Top-1, top-5 and loss: last validation."),
+    Column("top-5, %", "top5", "{:.2f}"),
+    Column("loss", "loss", "{:.4g}"),
+    Column("weights", "weights", is_number=False,
            note="Weights: whether the final weights are bit-equal to those of the first "
            "configuration in the same block."),
-    Column("runs", lambda row: counted(row.runs, row.planned_runs)),
+    Column("runs", lambda row: counted(row["runs"], row["planned_runs"])),
 )  # fmt: skip
 RESOURCES = (
-    Column("memory, MB", lambda row: row.peak_memory, "{:,.0f}",
+    Column("memory, MB", "peak_memory", "{:,.0f}",
            "Memory: of the largest worker, with its interval from three runs on.", scale=1e-6),
-    Column("slowest / median rank", lambda row: row.straggler_ratio, "{:.3f}", is_optional=True,
+    Column("slowest / median rank", "straggler_ratio", "{:.3f}", is_optional=True,
            note="Slowest / median rank: of their times of forward and backward."),
-    Column("network, MB a step", lambda row: row.network_bytes_per_step, "{:,.1f}", scale=1e-6,
-           is_optional=True,
+    Column("network, MB a step", "network_bytes_per_step", "{:,.1f}", scale=1e-6, is_optional=True,
            note="Network: what the hosts' interfaces sent for all processes, loopback included, "
            "from the first step to the end, with validation; messages through shared memory are "
            "not there."),
-    Column("GPU J per image", lambda row: row.gpu_joules_per_image, is_optional=True,
+    Column("GPU J per image", "gpu_joules_per_image", is_optional=True,
            note="Energy: of the GPU by NVML, of the processor by RAPL."),
-    Column("GPU watts", lambda row: row.gpu_watts, "{:,.0f}", is_optional=True),
-    Column("GPU busy, %", lambda row: row.gpu_utilization_percent, "{:.0f}", is_optional=True),
-    Column("CPU J per image", lambda row: row.cpu_joules_per_image, is_optional=True),
+    Column("GPU watts", "gpu_watts", "{:,.0f}", is_optional=True),
+    Column("GPU busy, %", "gpu_utilization_percent", "{:.0f}", is_optional=True),
+    Column("CPU J per image", "cpu_joules_per_image", is_optional=True),
 )  # fmt: skip
 # Beside them where a plan has other ways of training than the two engines.
 LADDER = (
-    Column("bubble, %", lambda row: row.bubble_share, "{:.0f}", scale=100, is_optional=True,
+    Column("bubble, %", "bubble_share", "{:.0f}", scale=100, is_optional=True,
            note="Bubble: the share of the steps in which a pipeline's mean stage has no work."),
-    Column("staleness, updates", lambda row: row.staleness, "{:.2f}", is_optional=True,
+    Column("staleness, updates", "staleness", "{:.2f}", is_optional=True,
            note="Staleness: updates since the weights that a gradient is of, in the mean."),
 )  # fmt: skip
 INPUT = (
-    Column("images/s", lambda row: row.images_per_second, is_optional=True,
+    Column("images/s", "images_per_second", is_optional=True,
            note="What all workers read during the whole trainings, which is not the input's limit, "
            "and the share of the step time spent waiting for it."),
-    Column("files/s", lambda row: row.files_per_second, is_optional=True),
-    Column("MB/s", lambda row: row.megabytes_per_second, is_optional=True),
-    Column("input wait, %", lambda row: row.wait_share, "{:.2f}", scale=100, is_optional=True),
+    Column("files/s", "files_per_second", is_optional=True),
+    Column("MB/s", "megabytes_per_second", is_optional=True),
+    Column("input wait, %", "wait_share", "{:.2f}", scale=100, is_optional=True),
 )  # fmt: skip
 
 
@@ -178,27 +186,12 @@ PHASES = {
     "optimizer_seconds": ("optimizer", INK, 0.85),
     "other_seconds": ("other", INK, 0.5),
 }
-
-
-def phase_columns() -> list[Column]:
-    """Return a column for each phase, in short words: on a terminal the table is to fit into 100
-    columns."""
-    fields = {field: words.split()[0] for field, (words, *_) in PHASES.items()}
-    fields["step_seconds"] = "step"
-    return [
-        Column(name, partial(seconds_of, field), scale=1000, is_optional=True)
-        for field, name in fields.items()
-    ]
-
-
-def seconds_of(field: str, row: PhaseRow) -> Any:
-    """Return a phase's seconds; of a difference the cell with its interval, in milliseconds."""
-    found = row.seconds.get(field)
-    if not isinstance(found, tuple):
-        return found
-    mean, low, high = found
-    width = "" if low is None else f"±{500 * (high - low):.1f}"
-    return TableCell(f"{1000 * mean:+.1f}".replace("-", "−"), 1000 * mean, width)
+# In short words: on a terminal the table is to fit into 100 columns.
+PHASE_COLUMNS = [
+    *(Column(words.split()[0], field, scale=1000, is_optional=True)
+      for field, (words, *_) in PHASES.items()),
+    Column("step", "step_seconds", scale=1000),
+]  # fmt: skip
 
 
 def all_tables(report: Report) -> list[Table]:
@@ -216,21 +209,20 @@ def all_tables(report: Report) -> list[Table]:
         "Paired by block, with intervals; the phases add up to the step."
     )
     unused = "No verdict on speed uses these runs: that is measured by turns." * is_by_turns
-    most = max((row.planned_runs for row in trainings), default=1)
+    most = max((row["planned_runs"] for row in trainings), default=1)
     costs = RESOURCES + LADDER * has_rungs
     found = [
         cell_table(report, f"Speed, {'by turns' if is_by_turns else 'of whole runs'}",
                    speed_columns(report.comparison.unit), report.speed),
         cell_table(report, f"Whole trainings, {'one' if most == 1 else most} each",
                    TRAININGS, trainings, unused),
-        cell_table(report, "A step's time by phase, ms",
-                   phase_columns(), report.phases, phases),
+        cell_table(report, "A step's time by phase, ms", PHASE_COLUMNS, report.phases, phases),
         cell_table(report, "Where a difference is, ms",
-                   phase_columns(), report.phase_differences, differences),
+                   PHASE_COLUMNS, report.phase_differences, differences),
         cell_table(report, "Resources", costs, trainings, is_detail=not has_rungs),
         cell_table(report, "Input", INPUT, trainings, is_detail=True),
     ]  # fmt: skip
-    return [table for table in found if table is not None]
+    return [table for table in found if table.lines]
 
 
 def cell_table(
@@ -240,13 +232,13 @@ def cell_table(
     rows: Sequence[Any],
     note: str = "",
     is_detail: bool = False,
-) -> Table | None:
-    """Return a table with a row for each cell; None if it would show nothing. Its note is that of
-    its columns, and what else is given."""
+) -> Table:
+    """Return a table with a row for each cell, without lines if it would show nothing. Its note is
+    that of its columns, and what else is given."""
     names = [*report.comparison.configurations]
 
     def configuration(row: Any) -> TableCell:
-        name = row.configuration
+        name = row["configuration"]
         return TableCell(name, series=names.index(name) % len(COLOURS) if name in names else -1)
 
     shown = [
@@ -254,50 +246,34 @@ def cell_table(
         for column in columns
         if not column.is_optional or any(column.value(row) is not None for row in rows)
     ]
-    if not (rows and shown):
-        return None
-    case = (Column("case", lambda row: row.case, is_number=False),)
     whole = (
-        *case * (len(report.comparison.plan.cases) > 1),
+        *[Column("case", "case", is_number=False)] * (len(report.comparison.plan.cases) > 1),
         Column("configuration", configuration, is_number=False),
-        Column("workers", partial(workers_of, report), "{}"),
+        Column("workers", "workers", "{}"),
         *shown,
     )
-    places = [(row.case, row.workers) for row in rows]
+    places = [(row["case"], row["workers"]) for row in rows]
     return Table(
         title,
         " ".join(filter(None, [note, *(column.note for column in shown)])),
         whole,
-        rows,
+        rows if shown else [],
         [i > 0 and places[i] != places[i - 1] for i in range(len(rows))],
         is_detail,
     )
-
-
-def workers_of(report: Report, row: Any) -> int:
-    """Return the workers of a row's cell: of a user's own script those that took part."""
-    sides = (run for run in report.comparison.sides if run.configuration == row.configuration)
-    return row.workers or next(side.environment.world_size for side in sides)
-
-
-def square_tables(report: Report) -> list[Table]:
-    """Return, for each case and number of workers at which both engines ran over the same two
-    transports, their speeds, and beside them what engine and transport make of each other."""
-    places = dict.fromkeys((v.case, v.workers) for v in report.verdicts if v.speed is not None)
-    return [square_table(report, *place) for place in places if report.comparison.square]
 
 
 def goals_tables(comparisons: Sequence[Comparison]) -> list[Table]:
     """Return the table of what came of the plans' goals; none where no plan has any."""
     goals = [goal for one in comparisons for goal in goals_of(one)]
     columns = (
-        *[Column("question", attrgetter("question"), is_number=False)] * (len(comparisons) > 1),
+        *[column_of("question", "question", is_number=False)] * (len(comparisons) > 1),
         Column("sides", lambda goal: goal.name.replace(":", " / "), is_number=False),
         Column("goal", lambda goal: f"≥ {goal.shown(goal.least)}"),
         Column("found", lambda goal: TableCell(goal.shown(goal.found.ratio), goal.found.ratio)),
-        Column("interval", lambda goal: goal.interval),
+        column_of("interval", "interval"),
         Column("blocks", lambda goal: counted(goal.found.blocks, None)),
-        Column("verdict", attrgetter("verdict"), is_number=False),
+        column_of("verdict", "verdict", is_number=False),
     )
     note = (
         "The ratio of two sides' speeds, or a side's speed, against the plan's goal. At the goal: "
@@ -307,47 +283,50 @@ def goals_tables(comparisons: Sequence[Comparison]) -> list[Table]:
     return [Table("Goals", note, columns, goals)] if goals else []
 
 
-def square_table(report: Report, case: str, workers: int) -> Table:
+def square_tables(report: Report) -> list[Table]:
+    """Return, for each case and number of workers at which both engines ran over the same two
+    transports, their speeds, and beside them what engine and transport make of each other."""
+    places = dict.fromkeys((v.case, v.workers) for v in report.verdicts if v.speed is not None)
+    return [square_table(report, *place) for place in places if report.comparison.square]
+
+
+def square_table(report: Report, *place: Any) -> Table:
     """Return the square of one case at one number of workers."""
-    corners, place = report.comparison.square, (case, workers)
+    corners = report.comparison.square
     rates = {
-        row.configuration: f"{three_digits(row.images_per_second)} images/s"
+        row["configuration"]: f"{three_digits(row['images_per_second'])} images/s"
         for row in report.speed
-        if (row.case, row.workers) == place
+        if (row["case"], row["workers"]) == place
     }
-    ratios = {
-        (v.first, v.second): v.speed
-        for v in report.verdicts
-        if (v.case, v.workers) == place and v.speed
-    }
+    here = [v for v in report.verdicts if (v.case, v.workers) == place and v.speed]
+    ratios = {(v.first, v.second): v.speed for v in here if v.speed}
     ratios |= {(second, first): speed.inverse() for (first, second), speed in ratios.items()}
     one, other = dict.fromkeys(engine for engine, _ in corners)
     new, base = dict.fromkeys(transport for _, transport in corners)
+
+    def ratio(first: tuple[str, str], second: tuple[str, str]) -> TableCell:
+        return ratio_cell(ratios.get((corners[first], corners[second])))
+
     lines: list[tuple[Any, ...]] = [
         (
             TableCell(PEERS[engine], series=-1),
             rates.get(corners[engine, base]),
             rates.get(corners[engine, new]),
-            ratio_cell(ratios.get((corners[engine, new], corners[engine, base]))),
+            ratio((engine, new), (engine, base)),
         )
         for engine in (one, other)
     ]
-    lines.append(
-        (
-            TableCell(f"{PEERS[one]} / {PEERS[other]}", series=-1),
-            ratio_cell(ratios.get((corners[one, base], corners[other, base]))),
-            ratio_cell(ratios.get((corners[one, new], corners[other, new]))),
-            ratio_cell(report.interactions.get(place)),
-        )
-    )
+    engines = [ratio((one, over), (other, over)) for over in (base, new)]
+    name = TableCell(f"{PEERS[one]} / {PEERS[other]}", series=-1)
+    lines.append((name, *engines, ratio_cell(report.interactions.get(place))))
     heads = ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
     return Table(
-        f"Engine and transport, {place_text(case, workers)}",
+        f"Engine and transport, {place_text(*place)}",
         "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
         f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
         "on each other, on the scale of ratios only: differences in images/s would say something "
         "else.",
-        [Column(head, itemgetter(i), is_number=i > 0) for i, head in enumerate(heads)],
+        [column_of(head, i, is_number=i > 0) for i, head in enumerate(heads)],
         lines,
         (False, False, True),
     )
@@ -372,39 +351,27 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
         )
         for letter, name, report in zip(both.letters, both.names, both.reports, strict=True)
     ]
-    texts = [
-        Column(head, itemgetter(i), is_number=False)
-        for i, head in enumerate(["differs", *both.letters])
-    ]
-    lines = [(name, *values) for name, values in both.differences.items()]
-    found = [
-        *filter(None, speeds),
-        Table("Over occasions", POOLED, occasion_columns(both), both.occasions),
-        Table("What differs", "", texts, lines),
-    ]
-    return [table for table in found if table.lines]
-
-
-def occasion_columns(both: SideBySide) -> list[Column]:
-    """Return the columns of what comparisons found for one verdict, and what they say together."""
-    ratio = "{:.3f}"
-    return [
+    occasions = [
         Column("ratio of", lambda row: f"{row.first_label} to {row.second_label}", is_number=False),
         Column("at", lambda row: place_text(row.case, row.workers), is_number=False),
-        Column("all occasions", attrgetter("pooled"), ratio),
-        *[Column("sd between, %", attrgetter("spread"), "{:.1f}", scale=100)]
-        * any(row.spread is not None for row in both.occasions),
+        column_of("all occasions", "pooled", "{:.3f}"),
+        Column("sd between, %", lambda row: row.spread, "{:.1f}", scale=100),
         Column("occasions", lambda row: row.pooled.blocks, "{}"),
-        *(value_column(letter, i) for i, letter in enumerate(both.letters)),
+        *(
+            Column(letter, lambda row, i=i: row.found[i], "{:.3f}")  # type: ignore[misc]
+            for i, letter in enumerate(both.letters)
+        ),
     ]
-
-
-def value_column(letter: str, at: int) -> Column:
-    """Return the column of what one comparison found."""
-    return Column(letter, lambda row: row.found[at], "{:.3f}")
-
-
-# ---------------------------------------------------------------------------------------- as text
+    if all(row.spread is None for row in both.occasions):
+        del occasions[3]
+    heads = ["differs", *both.letters]
+    texts = [column_of(head, i, is_number=False) for i, head in enumerate(heads)]
+    found = [
+        *speeds,
+        Table("Over occasions", POOLED, occasions, both.occasions),
+        Table("What differs", "", texts, [(k, *v) for k, v in both.differences.items()]),
+    ]
+    return [table for table in found if table.lines]
 
 
 def table_text(table: Table, markdown: bool = False) -> str:

@@ -229,7 +229,7 @@ def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> Non
         environment = read_json(folder / f"block-2/{name}-4/environment.json")
         assert environment["rank_hosts"] == ["node0"] * 2 + ["node1"] * 2
     assert read_json(folder / "plan.json")["hosts"] == "slurm"
-    report = cluster.run(["python", "compare/report.py", str(folder), "--json", "-"], 60).checked()
+    report = cluster.run(["python", "compare/report.py", str(folder), "--json"], 60).checked()
     verdicts = json.loads(report.output)["verdicts"]
     assert [verdict["differences"] for verdict in verdicts] == [[]]
 

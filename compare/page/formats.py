@@ -1,19 +1,24 @@
-"""The report as text: for the terminal, as Markdown, as CSV and as JSON."""
+"""The report in each of its forms: for the terminal, as Markdown, CSV and JSON, and as one HTML
+page, of which no request goes out, so that it can be sent, archived and printed."""
 
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from compare.evidence.equality import difference_text
+from compare.evidence.equality import Fact, difference_text
 from compare.evidence.records import Comparison
-from compare.evidence.words import shortest_unique_names
-from compare.page.findings import Report, SideBySide
+from compare.evidence.words import count, place_text, short, shortest_unique_names
+from compare.page.chart import template
+from compare.page.findings import ASIDE, ENVIRONMENT, Report, SideBySide
+from compare.page.plots import draw_plots
 from compare.page.tables import (
     APART,
     POOLED,
@@ -30,72 +35,51 @@ from recipe.record.schema import Energy
 # ------------------------------------------------------------- for the terminal, and as Markdown
 
 
-def as_text(reports: Sequence[Report], markdown: bool = False) -> str:
-    """Return what the reports say: for the terminal, with the answer to the plan's question last,
-    where a reader looks first; or as Markdown that can be pasted into an issue."""
-    first = reports[0]
-    question = first.comparison.plan.question or ""
-    tables = [*goals_tables([first.comparison]), *square_tables(first)]
-    tables += [table for table in all_tables(first) if not table.is_detail]
+def main_tables(report: Report) -> list[Table]:
+    """Return the tables that all forms show."""
+    first = [*goals_tables([report.comparison]), *square_tables(report)]
+    return [*first, *(table for table in all_tables(report) if not table.is_detail)]
+
+
+def as_text(reports: Sequence[Report]) -> str:
+    """Return what the reports say, with the answer to the plan's question last, where a reader of a
+    terminal looks first."""
+    first, parts = reports[0], list[str]()
     if len(reports) > 1:
         both = SideBySide(reports)
-        parts = [table_part(table, markdown) for table in side_by_side_tables(both)]
-        notes = [APART, POOLED * bool(both.occasions)]  # which Markdown has below the tables
-        parts += [both.not_pooled, *([] if markdown else notes)]
+        parts += map(titled, side_by_side_tables(both))
+        parts += [both.not_pooled, APART, POOLED * bool(both.occasions)]
         for letter, name, report in zip(both.letters, both.names, reports, strict=True):
-            parts += [heading(f"{letter}: {name}", markdown), *finding_parts(report, markdown)]
-    elif markdown:
-        parts = [
-            f"### {first.title}",
-            question,
-            escaped(first.subtitle),
-            *(heading(line, markdown) for line in first.headline),
-            *finding_parts(first, markdown),
-            *(table_part(table, markdown) for table in tables),
-            folded("How to reproduce", ["```bash", *first.reproduce, "```"]),
-            folded("What this does not show", [f"- {escaped(line)}" for line in first.limits]),
-        ]
+            parts += [f"{letter}: {name}", *said(report)]
     else:
-        parts = [question, *(table_part(table, markdown) for table in tables)]
-        parts += [*finding_parts(first, markdown), *first.headline]
-    return "\n\n".join(part for part in parts if part) + "\n" * markdown
+        tables = map(titled, main_tables(first))
+        parts += [first.comparison.plan.question or "", *tables, *said(first), *first.headline]
+    return "\n\n".join(filter(None, parts))
 
 
-def finding_parts(report: Report, markdown: bool) -> list[str]:
-    """Return the verdicts, each with what differs or what supports it, and what a reader must know
+def titled(table: Table) -> str:
+    return f"{table.title}\n\n{table_text(table)}"
+
+
+def said(report: Report) -> Iterator[str]:
+    """Yield the verdicts, each with what differs or what supports it, and what a reader must know
     beside them."""
-    verdicts = [
-        (verdict.sentence(), [*map(difference_text, verdict.differences), *verdict.support()])
-        for verdict in report.verdicts
-    ]
-    return [
-        *(listed(sentence, below, markdown) for sentence, below in verdicts),
-        report.equal_weights,
-        report.ours,
-        report.correction,
-        *(listed(f"{title}:", lines, markdown) for title, lines in report.notices),
-    ]
+    for verdict in report.verdicts:
+        yield "\n  ".join([verdict.sentence(), *verdict.below()])
+    yield from (report.equal_weights, report.ours, report.correction)
+    for title, lines in report.notices:
+        yield "\n  ".join([f"{title}:", *lines])
 
 
-def table_part(table: Table, markdown: bool) -> str:
-    note = f"\n\n{escaped(table.note)}" if markdown and table.note else ""
-    return f"{heading(table.title, markdown)}\n\n{table_text(table, markdown)}{note}"
-
-
-def heading(text: str, markdown: bool) -> str:
-    return f"**{escaped(text)}**" if markdown else text
-
-
-def listed(text: str, lines: Sequence[str], markdown: bool) -> str:
-    """Return a text with what belongs to it below."""
-    if markdown:
-        return "\n".join([f"- {escaped(text)}", *(f"  - {escaped(line)}" for line in lines)])
-    return "\n".join([text, *(f"  {line}" for line in lines)])
-
-
-def folded(title: str, lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
+def as_markdown(reports: Sequence[Report]) -> str:
+    """Return the same as Markdown that can be pasted into an issue."""
+    both = SideBySide(reports) if len(reports) > 1 else None
+    tables = side_by_side_tables(both) if both else main_tables(reports[0])
+    text = template("report.md.jinja").render(
+        reports=reports, both=both, tables=tables, table_text=table_text, escaped=escaped,
+        limits=[f"- {escaped(line)}" for line in reports[0].limits],
+    )  # fmt: skip
+    return re.sub(r"\n{3,}", "\n\n", str(text).strip()) + "\n"
 
 
 def escaped(text: str) -> str:
@@ -103,7 +87,78 @@ def escaped(text: str) -> str:
     return re.sub(r"[\\`*<|]", r"\\\g<0>", text)
 
 
-# ------------------------------------------------------------------------------------------ CSV
+# ------------------------------------------------------------------------------------------- HTML
+
+
+def as_page(reports: Sequence[Report]) -> str:
+    """Return the page of one comparison, or of several."""
+    own = {"aside": ASIDE, "difference_text": difference_text}
+    if len(reports) > 1:
+        both = SideBySide(reports)
+        page = template("side_by_side.html.jinja")
+        return str(page.render(both=both, tables=side_by_side_tables(both), **own))
+    [report] = reports
+    comparison = report.comparison
+    facts = [fact for found in report.facts.values() for fact in found]
+    varied, told = ([f for f in facts if f.is_varied is wanted] for wanted in (True, False))
+    page = template("report.html.jinja").render(
+        report=report,
+        comparison=comparison,
+        folder=comparison.folder.resolve().name,
+        squares=[*goals_tables([comparison]), *square_tables(report)],
+        places=len(report.facts),
+        machine=fact_lines(fact for fact in told if fact.field in ENVIRONMENT),
+        settings=fact_lines(fact for fact in told if fact.field not in ENVIRONMENT),
+        varied=fact_lines(varied),
+        tables=all_tables(report),
+        plots=draw_plots(report),
+        commands=commands(comparison),
+        has_prediction=(comparison.folder / "prediction.html").exists(),
+        count=count,
+        **own,
+    )
+    return str(page)
+
+
+def fact_lines(facts: Iterable[Fact]) -> list[dict[str, Any]]:
+    """Arrange facts for the page: a line for each field, unequal ones first; of these in what runs
+    differ, with its place."""
+    by_field = defaultdict[str, list[Fact]](list)
+    for fact in facts:
+        by_field[fact.field].append(fact)
+    lines = []
+    for field, own in by_field.items():
+        unequal = [fact for fact in own if fact.unequal_blocks]
+        texts = dict.fromkeys(fact_text(fact) for fact in unequal or own)
+        text = "; ".join(filter(None, texts)) or "none"
+        lines.append({"field": field, "text": text, "is_equal": not unequal})
+    return sorted(lines, key=lambda line: line["is_equal"])
+
+
+def fact_text(fact: Fact) -> str:
+    """Say what runs have in common, or in what they differ."""
+    if fact.unequal_blocks:
+        return f"{difference_text(fact).split(': ', 1)[1]} ({place_text(fact.case, fact.workers)})"
+    return short(fact.rows[0].value) + (", another in each block" * fact.is_of_block)
+
+
+def commands(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return the commands of the first block: those of others differ in seed and folder only; and
+    the digests of a user's own scripts."""
+    runs = comparison.runs or comparison.sides
+    found = [
+        (
+            ", ".join(filter(None, (run.case, run.name))),
+            run.command or shlex.join(run.environment.command),
+        )
+        for run in runs
+        if run.block == runs[0].block and (run.command or run.is_complete)
+    ]
+    scripts = comparison.plan.scripts.items()
+    return [*found, *((f"SHA-256 of {name}", digest) for name, digest in scripts)]
+
+
+# -------------------------------------------------------------------------------------------- CSV
 
 
 # What a complete run says of itself, and where.
@@ -190,7 +245,7 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
                 }
 
 
-# ----------------------------------------------------------------------------------------- JSON
+# ------------------------------------------------------------------------------------------- JSON
 
 
 def as_json(reports: Sequence[Report]) -> str:
