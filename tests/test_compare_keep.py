@@ -103,7 +103,7 @@ def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):
     said = [report_of(one, capsys) for one in (folder, kept)]
     # Where an output is to be found differs, and nothing else.
     said[0] = said[0].replace(f"turns/2-workers/{attempt}/output.log", packed.PACKED)
-    assert said[0] == said[1] and "Over the same transport, Gloo, DDP trained" in said[0]
+    assert said[0] == said[1] and "DDP over Gloo trained" in said[0]
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(comparison, tmp_path, refusal):

@@ -300,7 +300,7 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
     assert re.search(r"DDP / Horovod( +\d\.\d{3} \(\d\.\d{3}–\d\.\d{3}\)){3}", text)
     headline = text.splitlines()[-1]
     assert written([str(square)], capsys).splitlines()[-1] == headline
-    assert re.fullmatch(r"Over the same .+, Gloo, DDP trained 1.\d+ .+ as Horovod\.", headline)
+    assert re.fullmatch(r"DDP over Gloo trained 1.\d+ .+ as Horovod over Gloo\.", headline)
     assert are_in_order(page, headline, "Engine and transport", "What was equal")
     assert "Speed over the experiment" in page and "by turns" in page
     lines = csv_lines(square, capsys)
@@ -323,15 +323,13 @@ def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "Over the same transport, MPI, A trained 1.25 times as fast as B."),
+        ({}, "A over MPI trained 1.25 times as fast as B over MPI."),
         ({"decision": "slower", "second_label": "B over Gloo", "ratio": 0.8},
          "B over Gloo trained 1.25 times as fast as A over MPI."),
-        ({"decision": "equal"}, "Over the same transport, MPI, A and B are tied: equally fast "
-         "within 57 %."),
+        ({"decision": "equal"}, "A over MPI and B over MPI are tied: equally fast within 57 %."),
         ({"decision": "undecided", "first_label": "B over Gloo"}, "Nothing is decided between B "
          "over Gloo and B over MPI: they differ by at most 57 % either way."),
-        ({"is_finished": False}, "Over the same transport, MPI, nothing is decided between A and B "
-         "yet."),
+        ({"is_finished": False}, "Nothing is decided between A over MPI and B over MPI yet."),
         ({"is_null_test": True, "decision": "faster", "second_label": "A over MPI, again"},
          "A difference was shown between A over MPI and itself."),
         ({"speed": None, "second_label": "my own"}, "No verdict on A over MPI and my own: no block "

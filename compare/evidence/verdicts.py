@@ -84,30 +84,17 @@ class Verdict:
         return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
 
     @property
-    def names(self) -> tuple[str, str, str]:
-        """Both sides in words, and the transport that both have, which is then in neither."""
-        (first, _, over), (second, _, other) = (
-            label.partition(" over ") for label in (self.first_label, self.second_label)
-        )
-        if first != second and over == other and over.isalnum():
-            return first, second, over
-        return self.first_label, self.second_label, ""
-
-    @property
     def of(self) -> str:
         """What the ratio is of."""
-        first, second, over = self.names
-        return f"{first} / {second}{f' over {over}' if over else ''}"
+        return f"{self.first_label} / {self.second_label}"
 
     def headline(self, is_placed: bool) -> str:
         """Say the verdict in one plain sentence, without figures."""
-        first, second, over = self.names
-        claim = self.claim(first, second)
-        return self.said(f"over the same transport, {over}, {claim}" if over else claim, is_placed)
+        return self.said(self.claim(), is_placed)
 
     def sentence(self) -> str:
         """Say the verdict with its place and figures, or why there is none."""
-        text, speed = self.claim(self.first_label, self.second_label), self.speed
+        text, speed = self.claim(), self.speed
         if speed is None:
             return self.said(text)
         blocks = count(speed.blocks, "block")
@@ -125,9 +112,9 @@ class Verdict:
         is_name = not self.workers and text.startswith((self.first_label, self.second_label))
         return f"{text if is_name else text[0].upper() + text[1:]}."
 
-    def claim(self, first: str, second: str) -> str:
-        """Return the verdict on what these names mean."""
-        speed, both = self.speed, f"{first} and {second}"
+    def claim(self) -> str:
+        """Return the verdict on what its two sides' labels mean."""
+        speed, both = self.speed, f"{self.first_label} and {self.second_label}"
         if self.differences:
             return f"no verdict on {both}: the runs differ in more than the plan varies"
         if speed is None:
@@ -139,8 +126,8 @@ class Verdict:
         claims = OF_ITSELF if self.is_null_test else CLAIMS
         claims = WITH_DELAY if self.delay is not None else claims
         return claims[self.decision].format(
-            first=first,
-            second=second,
+            first=self.first_label,
+            second=self.second_label,
             ratio=ratio_text(speed),
             inverse=ratio_text(speed.inverse()),
             bound=bound_text(speed),
@@ -343,23 +330,18 @@ def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterab
     ]
     silent = [name for i, name in enumerate(pair) if any(digests[i] is None for digests in told)]
     equal, number = sum(first == second for first, second in told), count(len(told), "block")
+    reason = ""
     if not math.isclose(*steps, rel_tol=0.001):
-        text = "Equal work is not shown: a step has " + ", and ".join(
+        reason = "a step has " + ", and ".join(
             f"{number:,.4g} {comparison.unit} in all ranks of {name}"
             for number, name in zip(steps, pair, strict=True)
         )
-        text += "."
     elif silent:
-        text = (
-            f"Equal work is not shown: {' and '.join(silent)} gave no digest of weights, as "
-            "Side(weights=model.state_dict) does."
-        )
-    elif equal == len(told):
-        text = f"Equal work: after the first steps both had bit-equal weights in {number}."
-    else:
-        text = (
-            "Equal work is not shown: after the first steps both had bit-equal weights in only "
-            f"{equal} of {number}."
-        )
+        reason = f"{' and '.join(silent)} gave no digest of weights, as "
+        reason += "Side(weights=model.state_dict) does"
+    elif equal < len(told):
+        reason = f"after the first steps both had bit-equal weights in only {equal} of {number}"
+    text = f"Equal work: after the first steps both had bit-equal weights in {number}."
+    text = f"Equal work is not shown: {reason}." if reason else text
     differ = [difference_text(fact) for fact in facts if fact.is_varied]
     return f"{text} They differ in {' and in '.join(differ)}." if differ else text
