@@ -171,21 +171,6 @@ def test_an_honest_mistake_is_found_under_a_whole_seal(made, message, folder, ca
     assert message in unreadable(folder, capsys)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming a user who may not read needs root")
-@pytest.mark.parametrize("place", [BLOCK, SIDE])
-def test_what_may_not_be_read_is_one_line(place, folder, capsys):
-    for one in folder.resolve().parents:
-        if one.owner() == "root" and str(one).startswith(os.environ.get("TMPDIR", "/tmp")):
-            one.chmod(0o755)
-    (folder / place).chmod(0)
-    os.setresuid(65534, 65534, 0)
-    try:
-        line = unreadable(folder, capsys)
-    finally:
-        os.setresuid(0, 0, 0)
-    assert str(folder / place) in line and "Permission denied" in line, line
-
-
 LINES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "cut": lambda lines: [*lines[:-1], lines[-1][:40]],
     "no object": lambda lines: [*lines, b"[1]"],

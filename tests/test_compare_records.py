@@ -23,9 +23,9 @@ from compare.page.formats import as_page
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_json import plan_record, write_plan
 from recipe.errors import UserError
-from recipe.record.schema import Input, Phases, Rank, Settings
+from recipe.record.schema import Input, Phases, Settings
 
-STEPS_PER_EPOCH, EPOCHS = 12, 6
+STEPS, EPOCHS = 72, 6
 # What share of a step each phase takes; the exchange of gradients is the rest.
 SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.05}
 
@@ -58,7 +58,6 @@ def settings_of(run: Run) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "arch": "resnet18", "batch_size": 32, "precision": "fp32", "data": "digits",
         "epochs": EPOCHS, "seed": run.seed or 0, "fp16_allreduce": False, "bucket_cap_mb": None,
-        "ablation_steps": None,
     }  # fmt: skip
     for flag, value in itertools.pairwise((*run.arguments, "--")):
         field = flag.removeprefix("--").replace("-", "_")
@@ -70,94 +69,64 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     """Write one complete run folder, as a trainer and run.py write it."""
-    folder, settings, engine = comparison / run.folder, settings_of(run), run.configuration.engine
+    folder, settings, own = comparison / run.folder, settings_of(run), run.configuration
     folder.mkdir(parents=True)
-    noise, stretch = random.Random(f"{run.folder}"), settings["ablation_steps"]
-    drift = random.Random(f"block {run.block}").uniform(0.9, 1.1)
-    common = 1000 * drift * run.workers**0.8
-    speed = common * (ratio if engine == "ddp" else 1) * noise.uniform(0.99, 1.01)
-    batch, steps = settings["batch_size"] * run.workers, STEPS_PER_EPOCH * EPOCHS
-    # All that the slower one takes longer goes into the exchange.
+    noise, drift = random.Random(f"{run.folder}"), random.Random(f"block {run.block}")
+    common = 1000 * drift.uniform(0.9, 1.1) * run.workers**0.8
+    speed = common * (ratio if own.engine == "ddp" else 1) * noise.uniform(0.99, 1.01)
+    batch = settings["batch_size"] * run.workers
+    # All that the slower one takes longer goes into the exchange, which is part of backward.
     phases = {f"{name}_seconds": share * batch / (common * max(ratio, 1))
               for name, share in SHARES.items()}  # fmt: skip
-    exposed = batch / speed - sum(phases.values())
-    lines = make_lines(run, settings, noise, batch, speed, phases, exposed)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
-    own = run.configuration
-    over_mpi = (own.controller or own.transport or engine) in ("mpi", "horovod")
+    phases["backward_seconds"] += batch / speed - sum(phases.values())
+    over_mpi = (own.controller or own.transport or own.engine) in ("mpi", "horovod")
     started: dict[str, Any] = {
-        "engine": engine, "launcher": "mpirun" if own.controller == "mpi" else own.launcher,
+        "engine": own.engine, "launcher": "mpirun" if own.controller == "mpi" else own.launcher,
         "transport": "MPI" if over_mpi else "Gloo", "world_size": run.workers,
         "threads": 2 // run.workers,
     }  # fmt: skip
+    digest = f"{settings['seed']:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
+    lines: list[dict[str, Any]] = [
+        {"kind": "event", "name": "start", "time_utc": "...", "step": 0},
+        {"kind": "step", "epoch": 0, "step": 1, "samples_seen": batch, "loss": 2.3, "top1": 10.0,
+         "top5": 50.0, "learning_rate": 0.1, "seconds": batch / speed, "images_per_second": speed,
+         "data_seconds": phases["data_seconds"]},
+        *({"kind": "eval", "epoch": epoch, "step": 12 * (epoch + 1), "loss": 1 / (epoch + 1),
+           "samples_seen": 12 * (epoch + 1) * batch, "top1": 99.0 - 9 / (epoch + 1), "top5": 99.5,
+           "num_images": 360, "seconds": 0.1, "train_seconds_so_far": epoch + 1.0}
+          for epoch in range(EPOCHS)),
+    ]  # fmt: skip
+    fingerprint = {
+        "data_order_sha256": digest, "initial_weights_sha256": digest,
+        "learning_rates_sha256": "b" * 64, "world_size": run.workers, "batches_per_allreduce": 1,
+        "wire_format": "fp16" if settings["fp16_allreduce"] else "fp32", "batch_norm": "local",
+        "threads": 2 // run.workers, "num_images": 1437, "device": "cpu",
+        **{field: settings[field] for field in ("arch", "batch_size", "precision",
+                                                "fp16_allreduce", "bucket_cap_mb")},
+    }  # fmt: skip
+    write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
     write(folder / "environment.json", asdict(an_environment(
         **started, local_size=run.workers, rank_hosts=["node"] * run.workers,
         affinity=["0-1"] * run.workers, variables=own.environment,
-        horovod="0.28.1" if engine == "horovod" else None,
+        horovod="0.28.1" if own.engine == "horovod" else None,
         mpi="Open MPI 4.1.8" if over_mpi else None,
     )))  # fmt: skip
-    digest = f"{settings['seed']:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
-    measured: dict[str, Any] = {
-        **phases, "steps": steps - 5, "step_seconds": batch / speed,
-        "exposed_communication_seconds": exposed if stretch else None,
-        "backward_seconds": phases["backward_seconds"] + (0 if stretch else exposed),
-    }  # fmt: skip
-    ranks = [
-        Rank(**{**measured, "forward_seconds": phases["forward_seconds"] * (1.1 if rank else 1.0)},
-             rank=rank, host="node", cpu_seconds=11.0 / run.workers, peak_memory_bytes=400_000_000)
-        for rank in range(run.workers)
-    ]  # fmt: skip
     write(folder / "summary.json", asdict(a_summary(
-        **started, steps=steps, samples_seen=steps * batch, images_per_second=speed,
-        train_seconds=steps * batch / speed, cpu_seconds_per_image=1.0 / speed * run.workers,
-        loss=lines[-1]["loss"], weights_sha256=digest, phases=Phases(**measured), ranks=ranks,
-        input=Input(images_per_second=speed, wait_share=SHARES["data"]),  gradient_bytes=44_700_000,
-        fingerprint={
-            "data_order_sha256": digest, "initial_weights_sha256": digest,
-            "learning_rates_sha256": "b" * 64, "world_size": run.workers,
-            "batches_per_allreduce": 1,
-            "wire_format": "fp16" if settings["fp16_allreduce"] else "fp32",
-            "batch_norm": "local", "threads": 2 // run.workers,
-            "num_images": 1437, "python": "3.11.7", "torch": "2.14.1", "torchvision": "0.29.2",
-            "device": "cpu",
-            **{field: settings[field] for field in ("arch", "batch_size", "precision",
-                                                    "fp16_allreduce", "bucket_cap_mb")},
-        },
+        **started, steps=STEPS, samples_seen=STEPS * batch, images_per_second=speed,
+        train_seconds=STEPS * batch / speed, cpu_seconds_per_image=1.0 / speed * run.workers,
+        loss=lines[-1]["loss"], weights_sha256=digest, fingerprint=fingerprint,
+        phases=Phases(**phases, steps=STEPS - 5, step_seconds=batch / speed),
+        input=Input(images_per_second=speed, wait_share=SHARES["data"]), gradient_bytes=44_700_000,
     )))  # fmt: skip
     ended = {"status": "completed", "exit_code": 0, "seconds": 12.5, "other_load": 0.05}
     write(folder / "outcome.json", {**ended, **UNSEALED})
-    (folder / "command.txt").write_text("torchrun ... train.py\n")
-    (folder / "output.log").write_text("epoch 1\n")
+    for name, text in {
+        "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
+        "command.txt": "torchrun ... train.py\n",
+        "output.log": "epoch 1\n",
+    }.items():
+        (folder / name).write_text(text)
     return folder
-
-
-def make_lines(
-    run: Run, settings: dict[str, Any], noise: random.Random, batch: int, speed: float,
-    phases: dict[str, float], exposed: float,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the lines of a run's metrics.jsonl: steps, and an evaluation after each epoch."""
-    curve = random.Random(f"{settings['seed']} {run.workers} {run.case}")
-    lines: list[dict[str, Any]] = [{"kind": "event", "name": "start", "time_utc": "...", "step": 0}]
-    for step in range(1, STEPS_PER_EPOCH * EPOCHS + 1):
-        exchanged = (step - 1) // (settings["ablation_steps"] or 1000) % 2 == 0
-        timed = {name: noise.uniform(0.9, 1.2) * seconds for name, seconds in phases.items()}
-        timed["backward_seconds"] += exposed * exchanged
-        seconds, loss = sum(timed.values()), 2.3 * math.exp(-step / 20) + curve.uniform(0, 0.1)
-        common = {"epoch": (step - 1) // STEPS_PER_EPOCH, "step": step,
-                  "samples_seen": step * batch}  # fmt: skip
-        lines.append({
-            "kind": "step", **common, "loss": loss, "top1": 100 - 30 * loss, "top5": 99.0,
-            "learning_rate": 0.1, "seconds": seconds, **timed, "exchanged": exchanged,
-            "images_per_second": batch / seconds,
-        })  # fmt: skip
-        if step % STEPS_PER_EPOCH == 0:
-            lines.append({
-                "kind": "eval", **common, "loss": loss * 0.8, "top1": 100 - 20 * loss,
-                "top5": 99.5, "num_images": 360, "seconds": 0.1, "weights": "model",
-                "train_seconds_so_far": step * batch / speed,
-            })  # fmt: skip
-    return lines
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
@@ -197,7 +166,7 @@ def test_recorded_comparisons_are_whole(folder):
         assert run.evaluations and run.summary.phases.step_seconds
 
 
-STEPS = "72 steps are of 32 images"
+OF_32 = "72 steps are of 32 images"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +182,7 @@ STEPS = "72 steps are of 32 images"
         ("environment.json", {"world_size": 2}, "world_size is 2, but the plan has 1"),
         ("summary.json", {"phases": {"step_seconds": "long"}}, r"phases\.step_seconds = "),
         ("summary.json", {"ranks": [{"forward_seconds": True}]}, r"ranks\[0\]\.forward_seconds = "),
-        ("summary.json", {"samples_seen": 7}, f"samples_seen is 7, but {STEPS}"),
+        ("summary.json", {"samples_seen": 7}, f"samples_seen is 7, but {OF_32}"),
         ("summary.json", {"transport": "MPI\nverdict"}, "holds a control character"),
         ("outcome.json", {"status": "fine"}, "status = 'fine'"),
     ],

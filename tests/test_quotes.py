@@ -107,7 +107,7 @@ def passages(page: str) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
 def speeds_of(folder: str) -> list[str]:
-    return [f"{row["images_per_second"]:.0f}" for row in report_of(folder).speed]
+    return [f"{row['images_per_second']:.0f}" for row in report_of(folder).speed]
 
 
 @pytest.mark.parametrize("page", PAGES)

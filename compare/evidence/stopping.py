@@ -51,7 +51,7 @@ turns slowed by 10 to 50 %, 94.1 to 95.4 cover the ratio of total throughputs. D
 rounds it is 93.5 at the least. Equal engines are shown as different in 1.3 to 4.1 of 100 reports.
 At a noise of 3 % a turn two sides all end as equal within ten minutes, and three pairs of four do.
 Blocks of which each resembles the one before break it: with AR(1) of 0.3 86 % cover, of 0.5 75 %.
-tests/test_compare_coverage.py simulates it again.
+tests/test_compare_coverage.py simulates most of it again.
 """
 
 import math
