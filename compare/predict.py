@@ -20,16 +20,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-from tabulate import tabulate
 from tyro.conf import Positional, arg
 
 from compare.evidence.words import count
 from compare.page.chart import COLOURS, MARKERS, Layer, Plot, Scale, linear, template
+from compare.page.tables import Column, Table, table_text
 from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_runs
 from compare.prediction.networks import Cluster, named_network
 from compare.prediction.step import Prediction, at_batch, fit, predict_step
@@ -92,17 +92,11 @@ def predict(
         settings: Of the cluster.
         html: Write the page, with a chart over sizes for several networks.
     """
-    positive = (
-        settings.workers_per_host, settings.cores_per_host or 1, settings.images or 1,
-        settings.epochs or 1, settings.global_batch or 1, settings.links_per_host,
-    )  # fmt: skip
-    refuse(
-        (
-            min(positive) <= 0,
-            "--workers-per-host, --cores-per-host, --images, --epochs, --global-batch, "
-            "--links-per-host: above 0",
-        )
-    )
+    positive = ("workers_per_host", "cores_per_host", "images", "epochs", "global_batch",
+                "links_per_host")  # fmt: skip
+    for name in positive:
+        value, flag = getattr(settings, name), name.replace("_", "-")
+        refuse((value is not None and value <= 0, f"--{flag} {value}: give a number above 0"))
     measured = configurations(runs)
     known = {name: read_inputs(own) for name, own in measured.items()}
     settings = training_of(settings, [run for own in measured.values() for run in own])
@@ -111,41 +105,37 @@ def predict(
         name: [row_of(step, one, settings) for one, step in chart[settings.network]]
         for name, chart in charts.items()
     }
-    texts = {name: [*map(in_words, rows)] for name, rows in tables.items()}
     said = [
         f"Training: {settings.epochs:g} epochs of {settings.images:,} images, validation left out.",
         *sentences(tables),
         *limits(known, settings),
         PAST_ERROR,
     ]
-    if checks := [
+    checks = [
         check_of(name, run, known[name], settings)
         for name, runs_of_it in measured.items()
         for run in runs_of_it
         if run.workers > 1 and not run.is_pair
-    ]:
+    ]
+    if checks:
         said.append(summary_of(checks))
+        tables["Measured, and predicted without it"] = checks
+    shown = [table_of(name, rows) for name, rows in tables.items()]
     if html:
         plots = {name: plot_efficiency(name, chart) for name, chart in charts.items()}
         page = template("prediction.html.jinja")
-        replace_file(html, page.render(tables=texts, plots=plots, sentences=said))
+        replace_file(html, page.render(tables=shown, plots=plots, sentences=said))
         said.append(f"Written: {html}")
-    if checks:
-        texts["Measured, and predicted without it"] = [*map(in_words, checks)]
-    return [
-        *(
-            f"{name}\n{tabulate(rows, headers='keys', disable_numparse=True, stralign='right')}\n"
-            for name, rows in texts.items()
-        ),
-        *said,
+    return [*(f"{table.title}\n{table_text(table)}\n" for table in shown), *said]
+
+
+def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """A table of these rows, which have the names of its columns."""
+    columns = [
+        Column(name, name, "{:,}" * isinstance(value, int), is_number=not isinstance(value, str))
+        for name, value in rows[0].items()
     ]
-
-
-def in_words(row: dict[str, Any]) -> dict[str, str]:
-    """A line of a table with three digits of each figure."""
-    return {
-        of: f"{float(f'{x:.3g}'):,.9g}" if isinstance(x, float) else f"{x}" for of, x in row.items()
-    }
+    return Table(title, "", columns, rows)
 
 
 def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
@@ -191,14 +181,15 @@ def configurations(paths: Sequence[Path]) -> dict[str, list[MeasuredRun]]:
     for run in {run.folder: run for run in read}.values():
         trainings[str(run.config.arch), run.environment.engine].append(run)
     for (arch, engine), runs in sorted(trainings.items()):
-        lone, others = ([x for x in runs if (x.workers == 1) == is_lone] for is_lone in (1, 0))
-        kinds = {(run.batch_size, run.environment.transport) for run in others}
+        lone = [run for run in runs if run.workers == 1]
+        kinds = {run.kind for run in runs if run.workers > 1}
         for batch, transport in sorted(kinds or {(max(run.batch_size for run in lone), "")}):
-            own = [run for run in lone if run.batch_size <= batch]
-            of = batch, transport
-            own += [x for x in others if (x.batch_size, x.environment.transport) == of]
             over = f" over {transport}" if transport else ""
-            found[f"{arch}, batch {batch}, {engine}{over}"] = own
+            found[f"{arch}, batch {batch}, {engine}{over}"] = [
+                run
+                for run in runs
+                if (run.batch_size <= batch if run.workers == 1 else run.kind == (batch, transport))
+            ]
     return found
 
 
@@ -274,31 +265,24 @@ def row_of(step: Prediction, cluster: Cluster, settings: Forecast) -> dict[str, 
 def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
     """Where more workers gain nothing, and where the fastest choice changes."""
     lines = []
-    rivals = defaultdict[str, list[str]](list)
     for name, rows in tables.items():
         top = max(rows, key=lambda row: row["images/s"])
-        if top != rows[-1]:
-            lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
-        rivals[name.rpartition(", ")[0]].append(name)  # of one model and batch
-    for names in rivals.values():
-        by_size = [
-            dict(zip(names, own, strict=True))
-            for own in zip(*(tables[name] for name in names), strict=False)
-        ]
-        told = [("", "")] + [(own[names[0]]["workers"], fastest(own)) for own in by_size[1:]]
-        lines += [
-            f"From {size} workers on {now}."
-            for (_, before), (size, now) in pairwise(told)
-            if now != before and len(names) > 1
-        ]
+        gain = f"{name}: more than {top['workers']} workers gain nothing here."
+        lines += [gain] * (top != rows[-1])
+    for _, group in groupby(sorted(tables), key=lambda name: name.rpartition(", ")[0]):
+        names = [*group]  # of one model and batch
+        by_size = [*zip(*(tables[name] for name in names), strict=False)][1:]
+        told = groupby(by_size, key=lambda rows: fastest(names, rows))
+        first = [(next(same)[0]["workers"], words) for words, same in told]
+        lines += [f"From {size} workers on {words}." for size, words in first if len(names) > 1]
     return lines
 
 
-def fastest(own: dict[str, dict[str, float]]) -> str:
+def fastest(names: Sequence[str], rows: Sequence[dict[str, float]]) -> str:
     """Which of these takes the shortest step, if its interval is apart from the others'."""
-    first, *others = sorted(own, key=lambda name: own[name]["step, ms"])
-    is_apart = all(own[first]["high"] < own[name]["low"] for name in others)
-    return f"{first} is the fastest" if is_apart else f"none of {len(own)} clearly is"
+    (first, name), *others = sorted(zip(rows, names, strict=True), key=lambda x: x[0]["step, ms"])
+    is_apart = all(first["high"] < other["low"] for other, _ in others)
+    return f"{name} is the fastest" if is_apart else f"none of {len(rows)} is clearly the fastest"
 
 
 # -- The page: tables, and a chart over sizes for several networks ---------------------------------

@@ -149,6 +149,11 @@ class MeasuredRun:
     def batch_size(self) -> int:
         return int(self.config.batch_size or 1)
 
+    @property
+    def kind(self) -> tuple[int, str]:
+        """What a run of several workers has in common with others of its configuration."""
+        return self.batch_size, self.environment.transport
+
 
 def read_runs(path: Path) -> list[MeasuredRun]:
     """Read the runs below a path; of a comparison those of DDP and Horovod that are complete, each
