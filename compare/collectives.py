@@ -18,8 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from compare.evidence.allreduce_times import read_measurement
-from compare.page.allreduce_table import as_json, text_report
+from compare.page.allreduce import as_json, read_measurement, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import path_from_here

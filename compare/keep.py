@@ -20,11 +20,9 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from compare.evidence import packed
-from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.chain import reseal
 from compare.evidence.records import load_comparison
 from compare.evidence.words import without_paths
-from compare.page.allreduce_table import text_report
 from compare.plan.environment import ROOT
 from recipe.command import run_tool
 from recipe.errors import UserError, refuse
@@ -88,8 +86,6 @@ def keep_measurement(
             if path.is_file()
         }
         replace_file(draft / packed.PACKED, packed.lines_of(texts))
-        if plan.name == "collectives.json":
-            replace_file(draft / "report.txt", f"{text_report(read_measurement(draft))}\n")
         draft.rename(target)
     print(f"kept: {target}")
     return 0

@@ -13,8 +13,7 @@ from launching import run, words_of
 
 from compare import collectives
 from compare.collectives import BACKENDS, main, size_bytes
-from compare.evidence.allreduce_times import read_measurement
-from compare.page.allreduce_table import table, text_report
+from compare.page.allreduce import read_measurement, table, text_report
 from compare.plan.plan import Outcome
 from recipe import allreduce_loop as allreduce
 from recipe.allreduce_loop import Backend, pattern_of

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from compare.evidence import packed
-from compare.evidence.allreduce_times import read_measurement
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
 from compare.evidence.words import interval_text, ratio_text
+from compare.page.allreduce import read_measurement
 from compare.page.findings import Report, SideBySide
 from compare.page.formats import as_markdown
 

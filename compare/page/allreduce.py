@@ -1,0 +1,228 @@
+"""compare/collectives.py's figures, read from its folder, and what is shown of them: how long the
+all-reduce of each message took on each wire through each backend."""
+
+import textwrap
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tabulate
+
+from compare.evidence import packed
+from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_ratio
+from compare.evidence.reading import decode, read_object, read_outcome, read_text
+from compare.evidence.turns import quiet_load
+from compare.evidence.verdicts import holm
+from compare.evidence.words import count, interval_text, ratio_text, three_digits
+from recipe.errors import refuse
+from recipe.settings.flags import WIRE_BYTES
+
+WIDTH = 100  # of lines
+INTERVAL = f"{100 * CONFIDENCE:g} % interval"
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One message on one wire through one backend, over all complete blocks."""
+
+    backend: str
+    message: str  # its bytes, or "model fused", "model layers"
+    wire: str
+    bytes: int  # of fp32, as the user sees it, on either wire
+    tensors: int
+    workers: int
+    seconds_of_blocks: tuple[float, ...]  # the median over the repetitions of each block's launch
+
+    @property
+    def seconds(self) -> float:
+        """The median over blocks."""
+        return median(self.seconds_of_blocks)
+
+    @property
+    def busbw(self) -> float:
+        """Bus bandwidth, bytes/s: what each link carries at least: payload / time x 2 (n - 1) / n
+        (nccl-tests, doc/PERFORMANCE.md)."""
+        return self.bytes / self.seconds * 2 * (self.workers - 1) / self.workers
+
+    @property
+    def label(self) -> str:
+        """The message in words: `4 KiB`, or what of a model it is."""
+        unit, size = next((unit, size) for unit, size in UNITS.items() if self.bytes >= size)
+        return f"{self.bytes / size:.4g} {unit}" if self.message.isdecimal() else self.message
+
+    def speed_against(self, other: "Figure") -> Estimate:
+        """How many times as fast as another one, by blocks."""
+        return estimate_ratio(other.seconds_of_blocks, self.seconds_of_blocks)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A folder's contents."""
+
+    plan: dict[str, Any]
+    worlds: dict[str, dict[str, Any]]  # backend: what it ran on
+    figures: dict[tuple[str, str, str], Figure]  # by backend, message and wire
+    failed: list[str]  # backends
+    complete_blocks: int
+    other_loads: list[float]  # of each launch: cores that other processes kept busy, on average
+
+    def rivals(self, figure: Figure) -> list[Figure]:
+        """Return what a figure is compared with: the first backend's on the same wire, and its own
+        on the fp32 wire."""
+        backends = (next(iter(self.worlds)), figure.wire), (figure.backend, "fp32")
+        found = [self.figures.get((name, figure.message, wire)) for name, wire in backends]
+        return [other for other in found if other not in (None, figure)]
+
+
+def read_measurement(folder: Path) -> Measurement:
+    """Work a folder's figures out; raises UserError if there are none.
+
+    A backend of which a launch failed has no figures: those of its other launches may be wrong as
+    well, or were taken before what broke it was seen.
+    """
+    path = folder / "collectives.json"
+    refuse((not packed.exists(path), f"{folder}: holds no measurement of collectives"))
+    plan = read_object(path)
+    launches: dict[str, list[list[dict[str, Any]]]] = {}  # each launch's lines
+    failed, loads = list[str](), list[float]()
+    for name, block in product(plan["backends"], range(1, plan["blocks"] + 1)):
+        place = folder / f"block-{block}" / name
+        outcome, path = read_outcome(place), place / "measurements.jsonl"
+        loads.append(outcome.other_load or 0.0)
+        if outcome.status == "completed":
+            lines = [decode(line, path) for line in read_text(path).splitlines()]
+            launches.setdefault(name, []).append(lines)
+        elif outcome.status != "not run":  # as after an interruption
+            failed.append(name)
+    launches = {name: own for name, own in launches.items() if name not in failed}
+    # Those in which all were measured; the last one may have been interrupted.
+    blocks = min(map(len, launches.values()), default=0)
+    refuse((not blocks, f"{folder}: no block is complete; each launch's output.log there says why"))
+    figures = {
+        (name, first["message"], first["wire"]): Figure(
+            name, first["message"], first["wire"], first["bytes"], first["tensors"],
+            plan["workers"], tuple(one["seconds_median"] for one in lines),
+        )
+        for name, own in launches.items()
+        for lines in zip(*own[:blocks], strict=False)
+        for first in lines[:1]
+        if first["kind"] == "allreduce"
+    }  # fmt: skip
+    worlds = {name: own[0][0] for name, own in launches.items()}
+    return Measurement(plan, worlds, figures, failed, blocks, loads)
+
+
+def text_report(measurement: Measurement) -> str:
+    """Return what was measured on, the tables, and what the figures mean and say, in lines of at
+    most WIDTH characters."""
+    worlds, workers = measurement.worlds, measurement.plan["workers"]
+    hosts = len({host for world in worlds.values() for host in world["hosts"]})
+    devices = " and ".join(dict.fromkeys(world["device_name"] for world in worlds.values()))
+    heading = f"Allreduce over {workers} workers on {count(hosts, 'host')}: {devices}"
+    notes, caveats = (
+        "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
+        for lines in (notes_of(measurement), caveats_of(measurement))
+    )
+    parts = [heading, table(measurement), notes, speed_table(measurement), caveats]
+    return "\n\n".join(part for part in parts if part)
+
+
+def table(measurement: Measurement) -> str:
+    """Return the table: a row a message and wire, the time and bus bandwidth of each backend."""
+    names = [*measurement.worlds, *measurement.failed]
+    none = {name: "failed" if name in measurement.failed else "-" for name in names}
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for figure in measurement.figures.values():
+        text = f"{three_digits(1000 * figure.seconds)} {figure.busbw / 1e9:6.3f}"
+        cells.setdefault((figure.wire, figure.label), dict(none))[figure.backend] = text
+    rows = [[label, wire, *own.values()] for (wire, label), own in cells.items()]
+    rows.sort(key=lambda row: -WIRE_BYTES[row[1]])
+    align = ["right", "left", *["right"] * len(names)]
+    return tabulate.tabulate(rows, ["", "wire", *names], colalign=align, disable_numparse=True)
+
+
+def notes_of(measurement: Measurement) -> list[str]:
+    """Return what the table's figures are, and what carried the messages."""
+    n, blocks = measurement.plan["workers"], measurement.complete_blocks
+    return [
+        f"Each: milliseconds, and bus bandwidth in GB/s (fp32 bytes / time x 2 ({n} - 1) / {n}). "
+        f"Times are medians of {count(blocks, 'block')}, of each the median of its repetitions, of "
+        "those their slowest rank's. -: not available.",
+        f"model: the gradients of {measurement.plan['model']}, as one message (fused) and as one "
+        "tensor a parameter (layers).",
+        "decided: which is faster, by Holm's method over all comparisons of the same two wires.",
+        *(
+            f"{name}: {world['transport']} on the {world['device'].upper()} "
+            f"({', '.join(f'{key} {value}' for key, value in world['versions'].items())})."
+            for name, world in measurement.worlds.items()
+        ),
+    ]
+
+
+def speed_table(measurement: Measurement) -> str:
+    """Return how many times as fast each backend is as the first one, and on the fp16 wire as on
+    the fp32 wire, for the messages that tell the most: the smallest and the largest size, and the
+    model's. What is decided, is so by Holm's method over all comparisons of the same wires."""
+    sizes = [message for _, message, _ in measurement.figures if message.isdecimal()]
+    left_out = {*sizes} - {*sizes[:1], *sizes[-1:]}
+    pairs = [
+        (figure, other)
+        for figure in measurement.figures.values()
+        for other in measurement.rivals(figure)
+        if figure.message not in left_out
+    ]
+    rows = list[tuple[str, ...]]()
+    for wires in sorted({(b.wire, a.wire) for a, b in pairs}, reverse=True):  # fp32 first
+        speeds = [(a, b, a.speed_against(b)) for a, b in pairs if (b.wire, a.wire) == wires]
+        p_values = {i: speed.p_difference() for i, (*_, speed) in enumerate(speeds)}
+        decided = holm(p_values, 1 - CONFIDENCE)
+        for i, (a, b, speed) in enumerate(speeds):
+            interval = interval_text(speed).removeprefix(f"{INTERVAL} ")
+            told = interval if speed.blocks >= MIN_BLOCKS else "too few blocks"
+            names = (f"{one.backend} {one.wire}" for one in (a, b))
+            rows.append((a.label, *names, ratio_text(speed), told, "decided" * (i in decided)))
+    head = ["", "speed of", "against", "ratio", INTERVAL, ""]
+    align = ["right", "left", "left", "right", "left", "left"]
+    return tabulate.tabulate(rows, head, colalign=align, disable_numparse=True) if rows else ""
+
+
+def caveats_of(measurement: Measurement) -> list[str]:
+    """Return what is missing, and what makes figures doubtful."""
+    plan, blocks, loads = measurement.plan, measurement.complete_blocks, measurement.other_loads
+    disturbed = [load for load in loads if load >= quiet_load(plan["cores"])]
+    interrupted = f"interrupted: {blocks} of {plan['blocks']} blocks are complete"
+    busy = (
+        f"in {len(disturbed)} of {len(loads)} launches other processes kept cores busy, "
+        f"{max(disturbed, default=0):.1f} of {plan['cores']} at worst"
+    )
+    warnings = [interrupted] * (blocks < plan["blocks"]) + [busy] * bool(disturbed)
+    return [
+        *(f"{name}: FAILED, no figures; see its output.log." for name in measurement.failed),
+        *(f"warning: {line}" for line in (*warnings, *plan["warnings"])),
+    ]
+
+
+def as_json(measurement: Measurement) -> dict[str, Any]:
+    """Return all figures, rates in bytes/s, times in seconds."""
+    return {
+        "plan": measurement.plan,
+        "blocks": measurement.complete_blocks,
+        "backends": measurement.worlds,
+        "failed": measurement.failed,
+        "figures": [
+            {
+                **asdict(figure),
+                "seconds": figure.seconds,
+                "algbw_bytes_per_second": figure.bytes / figure.seconds,
+                "busbw_bytes_per_second": figure.busbw,
+                "speeds": [
+                    {"against": [other.backend, other.wire], **asdict(figure.speed_against(other))}
+                    for other in measurement.rivals(figure)
+                ],
+            }
+            for figure in measurement.figures.values()
+        ],
+    }
