@@ -31,8 +31,7 @@ from compare.evidence.words import count
 from compare.page.chart import COLOURS, MARKERS, Layer, Plot, Scale, linear, template
 from compare.page.tables import Column, Table, table_text
 from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_runs
-from compare.prediction.networks import Cluster, named_network
-from compare.prediction.step import Prediction, at_batch, fit, predict_step
+from compare.prediction.model import Cluster, Prediction, at_batch, fit, named_network, predict_step
 from recipe.command import run_tool
 from recipe.errors import UserError, near_match, refuse
 from recipe.files import replace_file

@@ -6,8 +6,7 @@ python tests/published_scaling.py         the table of docs/prediction.md
 from tabulate import tabulate
 
 from compare.prediction.inputs import Inputs
-from compare.prediction.networks import Cluster, named_network
-from compare.prediction.step import Prediction, predict_step
+from compare.prediction.model import Cluster, Prediction, named_network, predict_step
 
 MB = 1e6
 EVENLY = tuple((number + 1) / 50 for number in range(50))

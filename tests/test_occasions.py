@@ -47,7 +47,7 @@ def test_what_two_comparisons_have_of_the_same_two_is_pooled():
     key, other = ("", 2, "A", "B"), ("", 4, "A", "B")
     one = an_estimate(0.1, 0.01)
     [row] = over_occasions([{key: one}, {other: one}, {key: one}])
-    assert row.found == (one, None, one) and row.pooled.ratio == pytest.approx(one.ratio)
+    assert row["found"] == (one, None, one) and row["pooled"].ratio == pytest.approx(one.ratio)
     assert over_occasions([{key: one}, {other: one}]) == []
 
 
@@ -105,7 +105,7 @@ def test_what_makes_another_question(name, values, is_other):
 def test_a_standard_deviation_is_told_from_four_occasions_on(tmp_path, number):
     folder, *others = (load_comparison(one) for one in comparisons_of(tmp_path, 2))
     reports = [Report(one) for one in (folder, *others * (number - 1))]
-    spreads = [one.spread for one in SideBySide(reports).occasions]
+    spreads = [one["spread"] for one in SideBySide(reports).occasions]
     assert [spread is not None for spread in spreads] == [number > 3] * 5
     assert bool(re.search(r"\bsd\b", as_text(reports))) == (number > 3)
 

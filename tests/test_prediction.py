@@ -18,20 +18,18 @@ from test_compare_page import browser, opened  # noqa: F401
 from compare import predict
 from compare.evidence.turns import Block, Turn
 from compare.prediction.inputs import MIB, Inputs, by_turns, read_inputs, read_run, read_runs
-from compare.prediction.networks import (
+from compare.prediction.model import (
+    AS_TOLD,
     BETWEEN,
     GBIT,
     ISLANDS,
     Cluster,
     Link,
     Network,
-    named_network,
-)
-from compare.prediction.step import (
-    AS_TOLD,
     allreduce,
     at_batch,
     fit,
+    named_network,
     negotiation,
     predict_step,
     simulate,

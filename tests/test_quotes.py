@@ -118,7 +118,7 @@ def test_quoted_ratios_are_those_of_the_records(page: str) -> None:
         known = [found for folder in folders for found in figures_of(folder)] if quotes else []
         if quotes and folders == section:
             for both in together(section):
-                known += [found for one in both.occasions for found in figures(one.pooled)]
+                known += [found for one in both.occasions for found in figures(one["pooled"])]
         for quote in quotes:
             decimals = [len(number.partition(".")[2]) for number in quote.groups()]
             said = [
@@ -140,7 +140,7 @@ def test_rows_of_ratios_are_in_the_order_of_the_verdicts() -> None:
     seen = 0
     for section in sections("docs/results.md"):
         folders = linked(section)
-        known = [[one.pooled.ratio for one in both.occasions] for both in together(folders)]
+        known = [[one["pooled"].ratio for one in both.occasions] for both in together(folders)]
         for folder in folders if "square" in section else ():
             known.append([one.ratio for one in report_of(folder).ratios.values()])
         for row in re.findall(r"^\|.*", section, re.MULTILINE):
@@ -158,7 +158,7 @@ def test_other_quoted_figures_are_those_of_the_records() -> None:
     for section in sections("docs/results.md"):
         for row in re.findall(r"\| sd between occasions \|(.*) \|", section):
             (both,) = together(linked(section))
-            found = [f"{100 * one.spread:.1f} %" for one in both.occasions]
+            found = [f"{100 * one['spread']:.1f} %" for one in both.occasions]
             assert [cell.strip() for cell in row.split("|")] == found
             deviations += 1
         if milliseconds := re.findall(r"\| ([\d.]+) ms", section):

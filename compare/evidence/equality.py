@@ -55,11 +55,6 @@ class Fact:
     unvaried: tuple[tuple[str, str], ...]  # judged pairs between which the plan has it equal
     rows: tuple[Said, ...]  # by block
 
-    @property
-    def is_same(self) -> bool:
-        """Tell whether all runs of all blocks say the same."""
-        return all(row.value == self.rows[0].value for row in self.rows)
-
     @cached_property
     def unequal_blocks(self) -> list[int]:
         """The blocks within which it differs."""

@@ -8,8 +8,8 @@ with a standard deviation that is estimated, too. The interval is then of the co
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -20,20 +20,6 @@ from recipe.errors import refuse
 
 Key = tuple[str, int, str, str]  # case, workers, and the labels of first and second
 MIN_OCCASIONS = 4  # for a standard deviation between them: of fewer it is often 0 by chance
-
-
-@dataclass(frozen=True)
-class OverOccasions:
-    """What several comparisons found for one verdict."""
-
-    case: str
-    workers: int
-    first_label: str
-    second_label: str
-    found: tuple[Estimate | None, ...]  # of each comparison; None where it has no such verdict
-    pooled: Estimate
-    # Standard deviation between occasions, of logarithms: 0.02 is 2 %. None: they are too few.
-    spread: float | None
 
 
 def refuse_copies(comparisons: Sequence[Comparison]) -> None:
@@ -48,17 +34,22 @@ def refuse_copies(comparisons: Sequence[Comparison]) -> None:
         ))  # fmt: skip
 
 
-def over_occasions(comparisons: Sequence[Mapping[Key, Estimate]]) -> list[OverOccasions]:
-    """Return what is pooled of each ratio that at least two of the comparisons have; they must have
-    asked the same."""
+def over_occasions(comparisons: Sequence[Mapping[Key, Estimate]]) -> list[dict[str, Any]]:
+    """Return a row of each ratio that at least two of the comparisons have, which must have asked
+    the same: what each found (None where it has no such verdict), what is pooled, and the spread,
+    which is the standard deviation between occasions, of logarithms: 0.02 is 2 %; None: they are
+    too few."""
     rows = []
     for key in dict.fromkeys(key for own in comparisons for key in own):
         found = tuple(own.get(key) for own in comparisons)
         known = [estimate for estimate in found if estimate]
         if len(known) > 1:
             pooled, spread = pool(known)
-            told = pooled, spread if len(known) >= MIN_OCCASIONS else None
-            rows.append(OverOccasions(*key, found, *told))
+            names = ("case", "workers", "first_label", "second_label")
+            rows.append({
+                **dict(zip(names, key, strict=True)), "found": found, "pooled": pooled,
+                "spread": spread if len(known) >= MIN_OCCASIONS else None,
+            })  # fmt: skip
     return rows
 
 

@@ -27,15 +27,14 @@ def lines_of(texts: dict[Path, str]) -> str:
 
 
 def content(suffix: str, text: str) -> Any:
-    """Return what a file holds: objects and lists of JSON, and of all else (or of half a file) the
-    text."""
+    """Return what a file holds: an object of JSON, or several in lines, and of all else (or of half
+    a file) the text."""
     try:
         if suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines()]
-        value = json.loads(text) if suffix == ".json" else text
-    except (ValueError, RecursionError):
+        return dict(json.loads(text)) if suffix == ".json" else text
+    except (TypeError, ValueError, RecursionError):
         return text
-    return value if isinstance(value, (dict, list)) else text
 
 
 def exists(path: Path) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import msgspec
 from tabulate import tabulate
 
 from compare.evidence.reading import read_record
@@ -25,16 +24,6 @@ BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the 
 CYCLES = 0  # the number under which Horovod's marks that belong to no tensor are
 
 Event = dict[str, Any]  # of the Trace Event Format, with `ts` and `dur` in ns
-
-
-class TimelineEvent(msgspec.Struct):
-    """One of an engine's timeline (horovod/common/timeline.cc)."""
-
-    ph: str
-    pid: int = CYCLES  # each tensor or bucket poses as a process
-    ts: int = 0  # microseconds since the timeline's start
-    name: str = ""
-    args: dict[str, Any] = {}
 
 
 @dataclass
@@ -108,34 +97,38 @@ def read_torch(path: Path, name: str) -> list[Lane]:
 
 
 def read_timeline(path: Path, name: str) -> Lane:
-    """Read an engine's timeline: a thread for each tensor or bucket, and one for Horovod's cycles.
+    """Read an engine's timeline: a thread for each tensor or bucket, which poses as a process
+    there, and one for Horovod's cycles.
 
     Its first event has the Unix time, in microseconds, from which on a steady clock has counted
     `ts`. A span is a begin and, later, an end without a name; a span without one of them is left
     out: it began before the timeline did, or has not ended in it.
     """
     try:
-        events = msgspec.json.decode(path.read_bytes(), type=list[TimelineEvent])
-        start = int(events[0].args["start_time_since_epoch_in_micros"])
-    except (LookupError, RecursionError, ValueError) as error:
+        events = [{"pid": CYCLES, "ts": 0, "name": "", "args": {}, **event}
+                  for event in json.loads(path.read_bytes())]  # fmt: skip
+        start = int(events[0]["args"]["start_time_since_epoch_in_micros"])
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} is no whole timeline with its start ({error!r}): delete it, or profile again"
         ) from None
     lane, engine = Lane(name, path, threads={CYCLES: "cycles"}), path.stem.partition("-")[0]
-    lane.threads |= {e.pid: e.args["name"] for e in events if e.ph == "M" and "name" in e.args}
     open_spans: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        now, spans = (start + event.ts) * 1000, open_spans[event.pid]
-        new = {"cat": engine, "name": event.name, "ts": now, "tid": event.pid, "args": event.args}
-        if event.ph == "B":
+        kind, spans, args = event["ph"], open_spans[event["pid"]], event["args"]
+        now = (start + event["ts"]) * 1000
+        new = {"cat": engine, "name": event["name"], "ts": now, "tid": event["pid"], "args": args}
+        if kind == "M" and "name" in args:
+            lane.threads[event["pid"]] = args["name"]
+        elif kind == "B":
             spans.append(new)
             lane.events.append(new)
-        elif event.ph == "E" and spans:
+        elif kind == "E" and spans:
             span = spans.pop()
-            span |= {"ph": "X", "dur": now - span["ts"], "args": span["args"] | event.args}
-        elif event.ph in "Xi":
+            span |= {"ph": "X", "dur": now - span["ts"], "args": span["args"] | args}
+        elif kind in "Xi":
             # While ranks are waited for, the number of each that is ready is an empty span.
-            mark = f"rank {event.name} is ready" if event.ph == "X" else event.name
+            mark = f"rank {event['name']} is ready" if kind == "X" else event["name"]
             lane.events.append(new | {"ph": "i", "s": "t", "name": mark})
     lane.events = [event for event in lane.events if "ph" in event]
     return lane

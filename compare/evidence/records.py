@@ -267,8 +267,12 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
             for run in comparison.plan.in_order(number, case, workers):
                 folder = path.parent / run.configuration.name
                 sides.append(RunRecord(**place_of(run, folder), is_side=True))
-                if comparison.plan.side:
-                    tell_script(sides[-1], block)
+                if comparison.plan.side:  # whose folder says nothing of itself
+                    side, name = sides[-1], run.configuration.name
+                    refuse((name not in block.facts, f"{path}: facts of {name} are missing"))
+                    side.command = block.commands[block.order.index(name)]
+                    side.config = Settings(log_dir="", name=None)
+                    side.environment = parse(block.facts[name], Environment, f"{path}: {name}")
                 else:
                     read_written(sides[-1], folder / "0/run")
             for problem in contradictions_of_turns(block, sides):
@@ -279,15 +283,6 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
         before = told["digest"]
         blocks.append(block)
         comparison.sides.extend(sides)
-
-
-def tell_script(side: RunRecord, block: Block) -> None:
-    """Take what a block says of a user's own script, which has no folder to say it in."""
-    name = side.configuration
-    refuse((name not in block.facts, f"facts of {name} are missing"))
-    side.command = block.commands[block.order.index(name)]
-    side.config = Settings(log_dir="", name=None)
-    side.environment = parse(block.facts[name], Environment, f"facts of {name}")
 
 
 def read_written(run: RunRecord, folder: Path) -> None:
@@ -308,16 +303,10 @@ def contradictions_of_turns(block: Block, sides: Sequence[RunRecord]) -> Iterato
         if turn.other_load <= block.quiet_cores:
             yield f"a turn of {turn.side} was left out, and nobody had disturbed it"
     for side in sides:
-        name = side.configuration
-        expected = block.steps.get(name, 0) * images_per_step(side)
+        name, workers = side.configuration, side.environment.world_size
+        of_step = (side.config.batch_size or 0) * side.config.batches_per_allreduce * workers
+        expected = block.steps.get(name, 0) * of_step
         for turn in block.turns:
             counts = turn.side == name and turn.purpose != "trial"
             if counts and expected and not math.isclose(turn.images, expected):
                 yield f"a turn of {name} has {turn.images:g} images, and its steps {expected}"
-
-
-def images_per_step(side: RunRecord) -> int:
-    """Return the images of a side's step, of all its workers."""
-    config = side.config
-    passes = config.batches_per_allreduce * side.environment.world_size
-    return (config.batch_size or 0) * passes

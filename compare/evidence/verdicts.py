@@ -183,9 +183,8 @@ def judge(
     verdicts, missing = list[Verdict](), unfinished(comparison)
     for place in comparison.plan.groups():
         found = (facts or {}).get(place) or compare_facts(comparison, *place)
-        differing = [fact for fact in found if not fact.is_same]
         verdicts += [
-            judge_pair(comparison, *place, pair, differing) for pair in comparison.plan.pairs()
+            judge_pair(comparison, *place, pair, found) for pair in comparison.plan.pairs()
         ]
     # Whoever may stop where it suits finds differences that are none.
     return decided(

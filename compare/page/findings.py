@@ -88,17 +88,17 @@ class Report:
     @property
     def title(self) -> str:
         """Name what was compared."""
-        engines = {run.engine for run in self.comparison.written}
-        if self.comparison.plan.side:
-            return "Scripts, side by side" if len(self.comparison.plan.side) > 1 else "A script"
-        if self.comparison.plan.null:
+        plan, engines = self.comparison.plan, {run.engine for run in self.comparison.written}
+        if plan.side:
+            return "Scripts, side by side" if len(plan.side) > 1 else "A script"
+        if plan.null:
             return "A null test: each configuration against itself"
         if len(engines) == 1:
             return f"The training under {ENGINES[engines.pop()].title} alone"
-        peers = " and ".join(title for name, title in PEERS.items() if name in engines)
-        is_known = engines <= PEERS.keys()
-        both = f"{peers}, the same training side by side"
-        return both if is_known else "One training, started in several ways"
+        if engines <= PEERS.keys():
+            peers = " and ".join(title for name, title in PEERS.items() if name in engines)
+            return f"{peers}, the same training side by side"
+        return "One training, started in several ways"
 
     @property
     def subtitle(self) -> str:

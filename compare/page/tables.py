@@ -45,9 +45,9 @@ class Column:
     """A column: its name with the unit, what it shows of a row, and what that means."""
 
     name: str
-    # The figure's name in a row, or a function of the row: a number, an estimate, a figure with the
-    # ends of its range, a text or a cell; None: unknown.
-    figure: str | Callable[[Any], Any]
+    # The figure's name or place in a row, or a function of the row: a number, an estimate, a figure
+    # with the ends of its range, a text or a cell; None: unknown.
+    figure: str | int | Callable[[Any], Any]
     pattern: str = ""  # of a number; three digits without one
     note: str = ""
     scale: float = 1  # from the row's unit to the column's
@@ -56,7 +56,9 @@ class Column:
 
     def value(self, row: Any) -> Any:
         """Return what a row has."""
-        return row.get(self.figure) if isinstance(self.figure, str) else self.figure(row)
+        if callable(self.figure):
+            return self.figure(row)
+        return row.get(self.figure) if isinstance(row, dict) else row[self.figure]
 
     def cell(self, row: Any) -> TableCell:
         """Return what the column shows of a row."""
@@ -104,12 +106,6 @@ def counted(number: int, planned: int | None) -> TableCell:
     if planned is None or planned <= number:
         return TableCell(str(number), number)
     return TableCell(f"{number} of {planned}", number, is_alarm=True)
-
-
-def column_of(name: str, at: int | str, pattern: str = "", is_number: bool = True) -> Column:
-    """Return a column that shows this place of lists, or this field of objects."""
-    field = (lambda row: getattr(row, at)) if isinstance(at, str) else (lambda row: row[at])
-    return Column(name, field, pattern, is_number=is_number)
 
 
 # ------------------------------------------------------------------------------------- the tables
@@ -267,13 +263,13 @@ def goals_tables(comparisons: Sequence[Comparison]) -> list[Table]:
     """Return the table of what came of the plans' goals; none where no plan has any."""
     goals = [goal for one in comparisons for goal in goals_of(one)]
     columns = (
-        *[column_of("question", "question", is_number=False)] * (len(comparisons) > 1),
+        *[Column("question", lambda goal: goal.question, is_number=False)] * (len(comparisons) > 1),
         Column("sides", lambda goal: goal.name.replace(":", " / "), is_number=False),
         Column("goal", lambda goal: f"≥ {goal.shown(goal.least)}"),
         Column("found", lambda goal: TableCell(goal.shown(goal.found.ratio), goal.found.ratio)),
-        column_of("interval", "interval"),
+        Column("interval", lambda goal: goal.interval),
         Column("blocks", lambda goal: counted(goal.found.blocks, None)),
-        column_of("verdict", "verdict", is_number=False),
+        Column("verdict", lambda goal: goal.verdict, is_number=False),
     )
     note = (
         "The ratio of two sides' speeds, or a side's speed, against the plan's goal. At the goal: "
@@ -326,7 +322,7 @@ def square_table(report: Report, *place: Any) -> Table:
         f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
         "on each other, on the scale of ratios only: differences in images/s would say something "
         "else.",
-        [column_of(head, i, is_number=i > 0) for i, head in enumerate(heads)],
+        [Column(head, i, is_number=i > 0) for i, head in enumerate(heads)],
         lines,
         (False, False, True),
     )
@@ -352,20 +348,24 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
         for letter, name, report in zip(both.letters, both.names, both.reports, strict=True)
     ]
     occasions = [
-        Column("ratio of", lambda row: f"{row.first_label} to {row.second_label}", is_number=False),
-        Column("at", lambda row: place_text(row.case, row.workers), is_number=False),
-        column_of("all occasions", "pooled", "{:.3f}"),
-        Column("sd between, %", lambda row: row.spread, "{:.1f}", scale=100),
-        Column("occasions", lambda row: row.pooled.blocks, "{}"),
+        Column(
+            "ratio of",
+            lambda row: f"{row['first_label']} to {row['second_label']}",
+            is_number=False,
+        ),
+        Column("at", lambda row: place_text(row["case"], row["workers"]), is_number=False),
+        Column("all occasions", "pooled", "{:.3f}"),
+        Column("sd between, %", "spread", "{:.1f}", scale=100),
+        Column("occasions", lambda row: row["pooled"].blocks, "{}"),
         *(
-            Column(letter, lambda row, i=i: row.found[i], "{:.3f}")  # type: ignore[misc]
+            Column(letter, lambda row, i=i: row["found"][i], "{:.3f}")  # type: ignore[misc]
             for i, letter in enumerate(both.letters)
         ),
-    ]
-    if all(row.spread is None for row in both.occasions):
+    ]  # fmt: skip
+    if all(row["spread"] is None for row in both.occasions):
         del occasions[3]
     heads = ["differs", *both.letters]
-    texts = [column_of(head, i, is_number=False) for i, head in enumerate(heads)]
+    texts = [Column(head, i, is_number=False) for i, head in enumerate(heads)]
     found = [
         *speeds,
         Table("Over occasions", POOLED, occasions, both.occasions),
