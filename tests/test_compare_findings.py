@@ -489,8 +489,6 @@ def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
     assert "horovod-mpi: Horovod is not installed there" in horovod
     assert mpi4py == "mpi4py-mpirun: mpi4py or mpirun is not installed there"
     assert Report(comparison).title == "The training under DDP alone"
-    for text in (as_text([Report(comparison)]), as_page([Report(comparison)])):
-        assert "Horovod is not installed there" in text
 
 
 @pytest.mark.parametrize(

