@@ -173,9 +173,9 @@ def limits(known: dict[str, Inputs], settings: Forecast) -> list[str]:
 def configurations(paths: Sequence[Path]) -> dict[str, list[MeasuredRun]]:
     """The runs of each model, batch, engine and transport: those of several workers, and those of
     one worker, whose transport carries nothing."""
-    if not (read := [run for path in paths for run in read_runs(path)]):
-        where = " ".join(map(str, paths)) or "no folder was given"
-        raise UserError(f"{where}: no complete run is there; give run folders or a comparison")
+    read = [run for path in paths for run in read_runs(path)]
+    where = " ".join(map(str, paths)) or "no folder was given"
+    refuse((not read, f"{where}: no complete run is there; give run folders or a comparison"))
     found, trainings = {}, defaultdict[tuple[str, str], list[MeasuredRun]](list)
     for run in {run.folder: run for run in read}.values():
         trainings[str(run.config.arch), run.environment.engine].append(run)

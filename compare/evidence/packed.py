@@ -43,12 +43,16 @@ def exists(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a record's file, open or packed; OSError if there is none."""
+    """Return the text of a record's file, open or packed; UserError if it cannot be read."""
     files = {} if path.exists() else files_in(path.parent)
     if path.name not in files:
         # JSON writes any byte of a name by an escape of its own; a command stands as it was.
         is_json = path.suffix in (".json", ".jsonl")
-        return path.read_text("utf-8", "strict" if is_json else "surrogateescape")
+        try:
+            return path.read_text("utf-8", "strict" if is_json else "surrogateescape")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", error)
+            raise UserError(f"{path} cannot be read: {reason}") from None
     value = files[path.name]
     if isinstance(value, str):
         return value

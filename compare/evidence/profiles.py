@@ -40,11 +40,8 @@ def read_profile(run: Path, name: str) -> tuple[list[Lane], int]:
     """Read all profiles of a run folder, and when its first profiled step began; UserError says
     what is wrong with one."""
     paths = {int(p.stem[5:]): p for p in run.glob("profile/rank-*.json") if p.stem[5:].isdigit()}
-    if not paths:
-        raise UserError(
-            f"{run}: is no run folder with a profile/rank-*.json in it; train with "
-            "--profile-steps N to have one"
-        )
+    missing = "is no run folder with a profile/rank-*.json in it; train with --profile-steps N"
+    refuse((not paths, f"{run}: {missing} to have one"))
     lanes = []
     for rank, path in sorted(paths.items()):
         lanes += read_torch(path, f"{name}, rank {rank}")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from compare.evidence import packed
+from compare.evidence.packed import read_text
 from compare.evidence.turns import Block, Turn
 from compare.plan.plan import Outcome
 from compare.plan.plan_file import explanation
@@ -117,14 +118,6 @@ def parse(values: dict[str, Any], kind: type[Record], where: Path | str) -> Reco
         return msgspec.convert({**values, "flags": values}, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{where}: {explanation(str(error), values)}") from None
-
-
-def read_text(path: Path) -> str:
-    """Read a record's file; UserError if that cannot be."""
-    try:
-        return packed.read_text(path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from compare.evidence import packed
 from compare.evidence.reading import read_metrics, read_object, read_record
 from compare.evidence.words import shortest_unique_names
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.record.schema import StepLine, Summary
 
 # The arrays of a trace, in the order in which a step computes them, and what to look at if the
@@ -188,11 +188,8 @@ def compare_steps(
     """Compare the steps and ranks that two sides share; UserError if there are none."""
     a, b = sides
     shared = a.keys() & b.keys()
-    if not shared:
-        raise UserError(
-            f"{names[0]} and {names[1]} have no step of a rank in common: "
-            f"{described(a.keys())} against {described(b.keys())}"
-        )
+    both, ranges = " and ".join(names), f"{described(a.keys())} against {described(b.keys())}"
+    refuse((not shared, f"{both} have no step of a rank in common: {ranges}"))
     max_ulps, relative = tolerance
     parity = Parity(names[0], names[1], described(shared), max_ulps, relative)
     parity.notes = [
@@ -200,22 +197,22 @@ def compare_steps(
         for name, steps in zip(names, sides, strict=True)
         if (alone := steps.keys() - shared)
     ]
-    pairs, beyond = list[TensorPair](), list[TensorPair]()
-    for step, rank in sorted(shared):
-        pairs += compare_step(step, rank, load(a[step, rank]), load(b[step, rank]), kinds)
+    pairs = [
+        pair
+        for place in sorted(shared)
+        for pair in compare_step(*place, load(a[place]), load(b[place]), kinds)
+    ]
+    beyond = [pair for pair in pairs if pair.ulps > max_ulps and pair.relative > relative]
     for kind in KINDS:
-        own = [pair for pair in pairs if pair.kind == kind]
-        far = [pair for pair in own if pair.ulps > max_ulps and pair.relative > relative]
-        if own:
+        if own := [pair for pair in pairs if pair.kind == kind]:
             parity.kinds[kind] = Kind(
                 tensors=len(own),
                 bit_equal=sum(not pair.values for pair in own),
-                beyond=len(far),
+                beyond=sum(pair.kind == kind for pair in beyond),
                 first_step=min((pair.step for pair in own if pair.ulps > 0), default=None),
                 ulps=max(pair.ulps for pair in own),
                 relative=max(pair.relative for pair in own),
             )
-        beyond += far
     if beyond:
         first = min(beyond, key=lambda pair: (pair.step, KINDS.index(pair.kind), pair.position))
         same = [
@@ -234,11 +231,11 @@ def compare_step(
         if kind not in kinds:
             continue
         types = [f"{s[name].dtype}{[*s[name].shape]}" if name in s else "none" for s in (x, y)]
-        if types[0] != types[1]:
-            raise UserError(
-                f"step {step}, rank {rank}: the runs do not hold the same tensor {name}, but "
-                f"{types[0]} and {types[1]}: another model, precision, or other layers frozen"
-            )
+        refuse((
+            types[0] != types[1],
+            f"step {step}, rank {rank}: the runs do not hold the same tensor {name}, but "
+            f"{types[0]} and {types[1]}: another model, precision, or other layers frozen",
+        ))  # fmt: skip
         yield TensorPair(step, [rank], kind, layer, position, *distance_of(x[name], y[name]))
 
 
@@ -279,10 +276,8 @@ def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity
     weights."""
     files = read_trace(run)
     first, *others = sorted({rank for _, rank in files}) or [0]
-    if not others:
-        raise UserError(
-            f"{run}: holds no traces of two ranks or more: train on several with --tensor-steps N"
-        )
+    lacking = "holds no traces of two ranks or more: train on several with --tensor-steps N"
+    refuse((not others, f"{run}: {lacking}"))
     config = read_object(path) if packed.exists(path := run / "config.json") else {}
     is_own = {  # what each rank has of its own
         "loss": True,

@@ -11,8 +11,9 @@ from typing import Any
 import tabulate
 
 from compare.evidence import packed
+from compare.evidence.packed import read_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_ratio
-from compare.evidence.reading import decode, read_object, read_outcome, read_text
+from compare.evidence.reading import decode, read_object, read_outcome
 from compare.evidence.turns import quiet_load
 from compare.evidence.verdicts import holm
 from compare.evidence.words import count, interval_text, ratio_text, three_digits

@@ -13,7 +13,7 @@ from compare.evidence.profiles import BYTES, RecordedGradients
 from compare.evidence.reading import read_metrics, read_record
 from compare.evidence.records import ENGINES, load_comparison
 from compare.evidence.turns import Block
-from recipe.errors import UserError, refuse
+from recipe.errors import refuse
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 
 MIB = 1 << 20
@@ -196,8 +196,7 @@ def read_run(folder: Path) -> MeasuredRun:
     skipped = WARM_UP_STEPS + (-1 if config.profile_steps is None else config.profile_steps) + 1
     steps: list[StepLine] = read_metrics(folder / "metrics.jsonl")[StepLine][skipped:]
     steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
-    if not steps:
-        raise UserError(f"{folder}: has no step after its first {skipped}: train longer")
+    refuse((not steps, f"{folder}: has no step after its first {skipped}: train longer"))
     told = [{**vars(step), "step_seconds": step.seconds} for step in steps]
     # Between the quartiles of Gumbel's distribution lie 1.573 of its scale.
     low, high = np.quantile([step.seconds for step in steps], [0.25, 0.75])
