@@ -6,19 +6,25 @@ coverage is right stays within 93 to 97 %.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from compare.evidence.paired import (
     MIN_BLOCKS,
     Estimate,
+    confidence_after,
     estimate_logs,
 )
+from compare.evidence.reading import read_block
 from compare.evidence.stopping import is_enough, reason_to_stop
+from compare.evidence.turns import Block
 from compare.evidence.verdicts import DIFFERENT, Verdict, decided, holm
 from compare.plan.blocks import ROUNDS
 from compare.plan.plan import Plan
@@ -64,12 +70,12 @@ def machine(random: np.random.Generator, when: Array, drift: float) -> Array:
 
 
 def turns(seed, sides, noise=TURN, launch=LAUNCH, outliers=0.0, drift=0.0, echo=0.0,
-          louder=(1.0, 1.0, 1.0, 1.0), truth=TRUTH) -> Array:  # fmt: skip
+          slowed=(0, 1, 2, 3), louder=(1.0, 1.0, 1.0, 1.0), truth=TRUTH) -> Array:  # fmt: skip
     """The logarithms of the sides' speeds: [experiments, blocks, rounds, sides], of as many blocks
     as the time allows.
 
-    With probability `outliers` something slows a turn by 10 to 50 %; `echo` is the correlation of a
-    turn's noise with that of the side's turn before.
+    With probability `outliers` something slows a turn of one of the sides `slowed` by 10 to 50 %;
+    `echo` is the correlation of a turn's noise with that of the side's turn before.
     """
     random = np.random.default_rng(seed)
     blocks = most_blocks(sides)
@@ -80,7 +86,8 @@ def turns(seed, sides, noise=TURN, launch=LAUNCH, outliers=0.0, drift=0.0, echo=
         own[:, :, round_] += echo * own[:, :, round_ - 1]
     of_launch = random.normal(0, launch, (EXPERIMENTS, blocks, 1, sides))
     speeds = (noise * own + of_launch) * np.array(louder[:sides]) + np.array(truth[:sides])
-    speeds -= (random.random(shape) < outliers) * np.log(random.uniform(1.1, 1.5, shape))
+    hit = (random.random(shape) < outliers) & np.isin(np.arange(sides), slowed)
+    speeds -= hit * np.log(random.uniform(1.1, 1.5, shape))
     seeds = random.integers(0, 50, EXPERIMENTS)
     by_seed = [places(sides, blocks, int(one)) for one in range(50)]
     first = np.array([by_seed[one] for one in seeds])[:, :, None, :]  # forwards and backwards
@@ -127,11 +134,11 @@ def measure(speeds: Array) -> list[list[Estimate]]:
     return found
 
 
-def assert_covered(found: list[list[Estimate]]) -> None:
-    """Of each contrast's intervals."""
+def assert_covered(found: list[list[Estimate]], truth: Sequence[float] = TRUTH) -> None:
+    """Of each contrast's intervals, with these logarithms of the sides' speeds."""
     shares = []
     for powers, estimates in zip(CONTRASTS, zip(*found, strict=True), strict=False):
-        log = sum(power * TRUTH[side] for side, power in powers.items())
+        log = sum(power * truth[side] for side, power in powers.items())
         shares.append(mean(math.log(one.low) <= log <= math.log(one.high) for one in estimates))
     assert LEAST <= mean(shares) <= MOST
     assert min(shares) >= LEAST - 0.005  # of five, one is easily three standard errors off
@@ -161,6 +168,43 @@ def test_intervals_that_their_width_ended_cover_as_often_as_others(sides, noise,
     assert bool(is_covered[True]) == (noise < {2: 0.035, 4: 0.025}[sides])
 
 
+@pytest.mark.parametrize("ratio", [1.03, 1.04, 1.055, 1.08])
+def test_the_interval_covers_the_truth_near_the_margin(ratio):
+    """A rule that ends a measurement when its interval lies beyond the margin would not."""
+    truth = (math.log(ratio), 0.0)
+    assert_covered(measure(turns(5, 2, 0.065, truth=truth)), truth)
+
+
+RECORD = Path(__file__).parent.parent / "results/xeon-2-cores/2026-11-22-bench"
+
+
+@pytest.mark.parametrize("row", ["1", "5-ddp", "5-horovod", "9"])
+def test_the_interval_covers_the_truth_with_turns_drawn_from_recorded_ones(row):
+    """Whole rounds are drawn, with what the sides of a round had in common."""
+    rounds = np.concatenate([residuals(block) for block in recorded_blocks(row)])
+    random = np.random.default_rng(14)
+    blocks, sides = most_blocks(rounds.shape[1]), rounds.shape[1]
+    speeds = rounds[random.integers(0, len(rounds), (EXPERIMENTS, blocks, ROUNDS))]
+    speeds = speeds + random.normal(0, LAUNCH, (EXPERIMENTS, blocks, 1, sides))
+    assert_covered(measure(speeds), log_throughput(rounds).tolist())
+
+
+def recorded_blocks(row: str) -> list[Block]:
+    return [read_block(RECORD / f"blocks/{row}/block-{number}/block.json") for number in (1, 2, 3)]
+
+
+def residuals(block: Block) -> Array:
+    """What is left of the logarithms of a block's speeds without those of its sides: [rounds,
+    sides], scaled to the variance that these have about the truth."""
+    by_round: dict[int, dict[str, float]] = {number: {} for number in block.quiet_rounds}
+    for turn in block.turns:
+        if turn.round in by_round:
+            by_round[turn.round][turn.side] = math.log(turn.images_per_second)
+    logs = np.array([[sides[name] for name in sorted(sides)] for sides in by_round.values()])
+    number = len(logs)
+    return np.asarray((logs - logs.mean(axis=0)) * math.sqrt(number / (number - 1)))
+
+
 DISTURBED = {
     "a steady drift of 1 % a turn": {"drift": 0.01},
     "a steady drift of 2 % a turn": {"drift": 0.02},
@@ -176,6 +220,14 @@ def test_the_interval_covers_the_truth_under(case):
     assert_covered(measure(turns(7, 4, **DISTURBED[case])))
 
 
+@pytest.mark.parametrize("sides", [2, 4])
+def test_the_interval_covers_the_ratio_of_throughputs_where_one_engine_alone_is_slowed(sides):
+    """A turn that takes 1.1 to 1.5 times as long, a tenth of them: 3 % of the time of all."""
+    slower = math.log(1 + 0.1 * 0.3)
+    truth = [one - slower * (side in (1, 3)) for side, one in enumerate(TRUTH)]
+    assert_covered(measure(turns(9, sides, outliers=0.1, slowed=(1, 3))), truth)
+
+
 @pytest.mark.parametrize("noise", [0.03, 0.045, 0.065])
 def test_a_report_on_equal_engines_shows_a_difference_in_one_of_twenty_at_most(noise):
     found = measure(turns(int(1000 * noise), 4, noise, truth=(0.0,) * 4))
@@ -189,6 +241,50 @@ def verdict(speed: Estimate) -> Verdict:
         case="", workers=2, first="a", second="b", first_label="", second_label="",
         differences=(), margin=Plan().margin, speed=speed,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.01, 0.02])
+@pytest.mark.parametrize("blocks", [3, 5, 8, 12])
+def test_whole_runs_cover_the_truth_under_drift(blocks, drift):
+    """Pairs stand side by side and alternate, so that a steady drift widens the interval and does
+    not move it; so does the block in which the machine changes."""
+    found = whole_runs(11, blocks, drift)
+    covered = mean(one.low <= 1.08 <= one.high for one in found)
+    assert LEAST <= covered <= 0.99
+
+
+def whole_runs(seed: int, blocks: int, drift: float = 0.0, ratio: float = 1.08) -> list[Estimate]:
+    """Comparisons of two configurations, each run once a block, with a noise of 2 %."""
+    random = np.random.default_rng(seed)
+    orders = [places(2, blocks, one) for one in range(50)]
+    first = np.array([orders[one] for one in random.integers(0, 50, EXPERIMENTS)])
+    when = first + 2 * np.arange(blocks)[None, :, None]
+    speeds = random.normal(0, 0.02, when.shape) + machine(random, when, drift)
+    logs = speeds[..., 0] - speeds[..., 1] + math.log(ratio)
+    return [estimate_logs(one) for one in logs.tolist()]
+
+
+@pytest.mark.parametrize("first", [3, 10])
+def test_whoever_picks_each_later_end_by_what_the_report_shows_errs_in_less_than_one_of_ten(first):
+    """After each look that shows no difference he measures on to that end, of some, at which he
+    most probably finds one; 120 blocks are the most."""
+    steps = np.array([1, 2, 4, 8, 16, 32, 64])
+    number, most = 4000, 120
+    logs = np.random.default_rng(15).normal(0, 1, (number, most))
+    blocks, every = np.arange(1, most + 1), np.arange(number)
+    sums, squares = np.cumsum(logs, axis=1), np.cumsum(logs**2, axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spreads = np.sqrt((squares - sums**2 / blocks) / (blocks - 1))
+    ends, is_wrong = np.full(number, first), np.zeros(number, dtype=bool)
+    for looks in range(8):
+        of_now = (every, ends - 1)
+        quantiles = stdtrit(ends - 1, 0.5 + confidence_after(looks) / 2)
+        is_wrong |= (ends <= most) & (abs(sums[of_now]) > quantiles * spreads[of_now] * ends**0.5)
+        later = np.minimum(ends[:, None] + steps, most)
+        needed = stdtrit(later - 1, 0.5 + confidence_after(looks + 1) / 2) * later**0.5
+        missing = needed - (abs(sums[of_now]) / spreads[of_now])[:, None]
+        ends = np.where(is_wrong, ends, later[every, (missing / steps**0.5).argmin(axis=1)])
+    assert 0.07 < mean(is_wrong.tolist()) < 0.1  # 0.05 is for one look
 
 
 def test_holm_steps_down():

@@ -125,6 +125,22 @@ def test_turns_let_one_expect_the_scatter_of_the_blocks():
         assert is_enough([narrow], Plan(until_interval=Share(factor * share))) == enough
 
 
+@pytest.mark.parametrize("number", [8, 11, 20, 40])
+def test_a_correlation_of_blocks_is_shown_where_there_is_one(number):
+    def shown(correlation: float) -> float:
+        """In how many of 1000 series, with one chance in a hundred where there is none."""
+        dice, count = np.random.default_rng(4), 0
+        for _ in range(1000):
+            logs = dice.normal(0, 0.02, number)
+            for at in range(1, number):
+                logs[at] = correlation * logs[at - 1] + math.sqrt(1 - correlation**2) * logs[at]
+            count += estimate_logs(logs.tolist()).serial_correlation()[1] < 0.01
+        return count / 1000
+
+    assert shown(-0.3) <= shown(0) <= 0.017 < shown(0.3) < shown(0.7)
+    assert number < 20 or shown(0.7) > 0.6
+
+
 def test_a_series_is_correlated_with_itself_a_block_before():
     logs = [0.03, 0.02, 0.01, 0.0, -0.01, -0.02, -0.03]
     found, p_value = estimate_logs(logs).serial_correlation()
