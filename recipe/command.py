@@ -4,25 +4,44 @@ which exit code."""
 import argparse
 import io
 import os
+import select
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from recipe.errors import UserError, limit_reached
 
 RESUMES = "interrupted: the same command resumes where it stopped"
 LOST = set[str]()  # why output was dropped that may have a reader, in the system's words
+UNREAD_S = 1.0  # how long a rank waits for whoever reads what it says
 Flags = Mapping[str, Mapping[str, Any]]  # by name, what argparse is told of each
 
 
 class _LossyOutput(io.FileIO):
     """A descriptor that drops what cannot be written, since whoever read it is gone or the disk
     under it is full: what a command does may matter more than what it says, a training's files hold
-    all of it, and an exit code says how the work has ended."""
+    all of it, and an exit code says how the work has ended.
+
+    With `patience_s` also what nobody has read by then: a terminal that is halted (Ctrl-S), a
+    reader that has stopped. From then on nothing waits until something is read.
+    """
+
+    def __init__(self, descriptor: int, patience_s: float | None) -> None:
+        self.patience_s = self.wait_s = patience_s
+        path = f"/proc/self/fd/{descriptor}"
+        if patience_s is not None and not os.path.isfile(path):
+            with suppress(OSError):  # opened once more, for others' writes are to block as before
+                descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        super().__init__(descriptor, "w", closefd=False)
 
     def write(self, data: Any, /) -> int:
         try:
-            return os.write(self.fileno(), data)
+            if not select.select([], [self], [], self.wait_s)[1]:
+                self.wait_s = 0.0
+                return len(data)
+            self.wait_s = self.patience_s
+            return os.write(self.fileno(), data[: select.PIPE_BUF])
         except BrokenPipeError:  # as in `| head -1`
             return len(data)
         except OSError as error:
@@ -30,17 +49,18 @@ class _LossyOutput(io.FileIO):
             return len(data)
 
 
-def prepare_output() -> None:
+def prepare_output(patience_s: float | None = None) -> None:
     """What a command calls first, so that nothing that it prints can end it: neither a reader that
     has gone (`| head -1`), nor a stream that was closed (`2>&-`), nor a character that has no place
-    in the encoding, such as a byte of a file's name that is not UTF-8: it is shown as \\udce9."""
+    in the encoding, such as a byte of a file's name that is not UTF-8: it is shown as \\udce9. Nor,
+    with `patience_s`, can it make the command wait for longer."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file would take its place
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # a test's or a notebook's own stays
-            buffer = io.BufferedWriter(_LossyOutput(descriptor, "w", closefd=False))
+            buffer = io.BufferedWriter(_LossyOutput(descriptor, patience_s))
             settings = getattr(stream, "encoding", "utf-8"), "backslashreplace"
             setattr(sys, name, io.TextIOWrapper(buffer, *settings, line_buffering=True))
 

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import psutil
 
-from recipe.command import prepare_output
+from recipe.command import UNREAD_S, prepare_output
 from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave
 from recipe.files import read_proc
 from recipe.world import FINISH_S, LAUNCHERS, World, read_worlds
@@ -129,7 +129,7 @@ def own_world() -> World:
     """Make output safe, and return this process's place. One message ends it where the variables
     that tell it are no numbers, or are left over from another job: ranks would train alone, each as
     a copy of the others."""
-    prepare_output()
+    prepare_output(UNREAD_S)
     world, *others = read_worlds()
     rightful = rightful_world([world, *others], ancestors().values())
     if (is_rank := world.rank in range(world.size)) and rightful is world:

@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import pty
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from compare import keep
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.plan.plan import Words
-from recipe import command, watch
+from recipe import watch
 from recipe.data import prepare
 from recipe.data.batches import open_data
 from recipe.data.shards import open_shards
@@ -160,16 +162,16 @@ def test_a_training_on_names_that_are_not_utf_8(
     assert not list((folder / "checkpoints").glob("set-aside*/best.pt"))
 
 
-def test_a_full_pipe_that_does_not_wait_is_no_silent_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a parent process may leave it, by O_NONBLOCK."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    monkeypatch.setattr(command, "LOST", set())
-    output = command._LossyOutput(writer, "w")
-    assert [output.write(b"x" * 2**20) for _ in range(2)][1] == 2**20
-    assert {"[Errno 11] Resource temporarily unavailable"} == command.LOST
-    os.close(reader)
-    output.close()
+@pytest.mark.parametrize("make", [os.pipe, pty.openpty])
+def test_a_reader_that_stops_keeps_no_rank_waiting(make: Callable[[], tuple[int, int]]) -> None:
+    """Nor a terminal that is halted, and those who share it wait as before."""
+    reader, writer = make()
+    code = "from recipe.watch import own_world\nown_world()\nfor _ in range(9): print('x' * 70_000)"
+    words = [sys.executable, "-c", code]
+    subprocess.run(words, stdout=writer, stderr=writer, cwd=ROOT, check=True, timeout=60)
+    assert os.get_blocking(writer) and os.read(reader, 3) == b"xxx"
+    for descriptor in (reader, writer):
+        os.close(descriptor)
 
 
 @pytest.fixture

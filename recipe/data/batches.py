@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from recipe import watch
-from recipe.command import prepare_output
+from recipe.command import UNREAD_S, prepare_output
 from recipe.data.decoding import SuspectImages, named, suspect
 from recipe.data.digits import open_digits
 from recipe.data.image_folder import Listing, check_train_and_val
@@ -475,7 +475,7 @@ def _begin_worker(worker: int) -> None:
     and so they would stay for good after a trainer that was killed or left by os._exit.
     """
     keep_freed_memory()
-    prepare_output()
+    prepare_output(UNREAD_S)
     trainer = multiprocessing.parent_process()
     assert trainer is not None
 
