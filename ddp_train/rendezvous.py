@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.meeting import (
     keep_gloo_off_loopback,
     meeting_by_environment,
@@ -33,7 +33,8 @@ BACKENDS = {
     "gloo": ("Gloo", "gloo"),
     "mpi": ("MPI", "mpi4py"),
 }
-MPI_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED")
+MPI_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED",
+              "MPI_THREAD_MULTIPLE")  # fmt: skip
 
 
 def meeting_point(
@@ -47,11 +48,11 @@ def meeting_point(
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), **arguments}
     meeting = world.started_by.meeting
-    if not meeting:
-        raise UserError(
-            f"{world.started_by.shown} started this process and gives DDP no address to meet at: "
-            "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi"
-        )
+    refuse((
+        not meeting,
+        f"{world.started_by.shown} started this process and gives DDP no address to meet at: "
+        "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi",
+    ))  # fmt: skip
     first_host = os.environ.get("MASTER_ADDR", "")
     if meeting == "environment":
         arguments = meeting_by_environment(world, timeout)
@@ -184,29 +185,28 @@ def choose_transport(config: Config, world: World, device: torch.device) -> tupl
     own = "nccl" if device.type == "cuda" else "gloo"
     transport = own if config.transport == "auto" else config.transport
     if transport == "mpi":
-        if own == "nccl":
-            raise UserError(
-                "--transport mpi: DDP over MPI sends what lies in the CPU's memory, and this run "
-                "is on GPUs; use nccl, or add --no-cuda"
-            )
+        refuse((
+            own == "nccl",
+            "--transport mpi: DDP over MPI sends what lies in the CPU's memory, and this run is "
+            "on GPUs; use nccl, or add --no-cuda",
+        ))  # fmt: skip
         _prepare_mpi_backend(world)
     return BACKENDS[transport]
 
 
 def _prepare_mpi_backend(world: World) -> None:
-    if world.launcher != "none" and not world.started_by.starts_mpi:
-        by = world.started_by.shown or world.launcher
-        raise UserError(
-            f"--transport mpi: {by} started this process, and no ranks of MPI; start "
-            "ddp_train/train.py with mpirun or horovodrun --mpi"
-        )
+    refuse((
+        world.launcher != "none" and not world.started_by.starts_mpi,
+        f"--transport mpi: {world.started_by.shown or world.launcher} started this process, and "
+        "no ranks of MPI; start ddp_train/train.py with mpirun or horovodrun --mpi",
+    ))  # fmt: skip
     mpi = start_mpi(world, "leave out --transport mpi")
     level = mpi.Query_thread()
-    if level < mpi.THREAD_MULTIPLE:
-        library = mpi.Get_library_version().split(",")[0].strip("\0")
-        raise UserError(
-            f"--transport mpi: {library} gives {MPI_LEVELS[level]}, and DDP needs "
-            "MPI_THREAD_MULTIPLE, since a thread beside the training sends its messages; use an "
-            "MPI that was built with it, or leave out --transport mpi"
-        )
+    library = mpi.Get_library_version().split(",")[0].strip("\0")
+    refuse((
+        level < mpi.THREAD_MULTIPLE,
+        f"--transport mpi: {library} gives {MPI_LEVELS[level]}, and DDP needs "
+        "MPI_THREAD_MULTIPLE, since a thread beside the training sends its messages; use an MPI "
+        "that was built with it, or leave out --transport mpi",
+    ))  # fmt: skip
     import ddp_train.mpi_backend  # noqa: F401  registers itself, and needs an MPI that is prepared

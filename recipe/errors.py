@@ -81,9 +81,16 @@ LIMITS = (
 )  # fmt: skip
 
 
+# Line ends and escapes, which would forge lines in a terminal, and marks of direction.
+CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+
+
 class UserError(ValueError):
     """An error that the user can fix: the message has the value, what is wrong with it, and
-    what to do."""
+    what to do. Of others' files and records it repeats nothing that steers a terminal."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(re.sub(rf"(?![\n\t])[{CONTROL}]", "?", message))
 
 
 def refuse(*mistakes: tuple[object, str]) -> None:

@@ -233,11 +233,10 @@ def remote_calls(config: Config, world: World) -> Iterator[None]:
 def bind_rpc() -> None:
     """Have torch.distributed.rpc listen at the interface that Gloo uses, and at no other, for it
     runs what it is sent. UserError, on several hosts, if none was chosen."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if not interface:
-        raise UserError(
-            "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface "
-            "of a network that only your hosts can reach; there are "
-            + ", ".join(psutil.net_if_addrs())
-        )
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    refuse((
+        not interface,
+        "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface of a "
+        "network that only your hosts can reach; there are " + ", ".join(psutil.net_if_addrs()),
+    ))  # fmt: skip
     os.environ["TP_SOCKET_IFNAME"] = interface

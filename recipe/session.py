@@ -26,7 +26,7 @@ from recipe.data.batches import (
     training_end,
 )
 from recipe.device import loader_workers, share_of_cores
-from recipe.errors import EXIT_SAVED, UserError
+from recipe.errors import EXIT_SAVED, refuse
 from recipe.meeting import own_addresses
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
@@ -112,9 +112,8 @@ class Session:
         can_keep = self.device.type == "cpu" and not config.use_adasum
         self.spare = Spare(parts.model, nursery.files) if can_keep and nursery.files else None
         self.progress = resume(parts, config, ranks, data, self.folder, self.spare)
-        known = -1.0, False
-        if self.world.is_first:
-            known = repair_best(config, self.folder, self.progress)
+        is_first, known = self.world.is_first, (-1.0, False)
+        known = repair_best(config, self.folder, self.progress) if is_first else known
         # On the device: one worker of DDP sends nothing before its tenth step, and NCCL is to start
         # before the first.
         told = torch.tensor(known, dtype=torch.float64, device=self.device)
@@ -129,9 +128,8 @@ class Session:
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
         self.meter = StepMeter(config, readers, self.device, data, self.progress, self.input)
-        own = steps_left_out(self.folder)[: config.rollback] if self.world.is_first else []
-        padded = torch.tensor(own + [-1] * (config.rollback - len(own)), dtype=torch.int64)
-        self.left_out = [one for one in ranks.from_first(padded).tolist() if one >= 0]
+        own = steps_left_out(self.folder)[: config.rollback] if is_first else []
+        self.left_out = ranks.gather(own)[0]
         if config.resume is not None:
             self._read_on()
 
@@ -403,11 +401,10 @@ class Session:
 def check_loss(loss: float, place: str, is_session_start: bool) -> None:
     """UserError, on all ranks alike, for a loss that is not finite; `is_session_start`: of
     weights with which this session began."""
-    if not math.isfinite(loss):
-        remedy = (
-            "the weights that it began with are no good; take an earlier checkpoint"
-            if is_session_start
-            else "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
-            "--clip-grad-norm"
-        )
-        raise UserError(f"the loss is {loss} {place}: {remedy}")
+    remedy = (
+        "the weights that it began with are no good; take an earlier checkpoint"
+        if is_session_start
+        else "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
+        "--clip-grad-norm"
+    )
+    refuse((not math.isfinite(loss), f"the loss is {loss} {place}: {remedy}"))

@@ -25,7 +25,7 @@ from typing import NoReturn
 import psutil
 
 from recipe.command import UNREAD_S, prepare_output
-from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave
+from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave, refuse
 from recipe.files import read_proc
 from recipe.world import FINISH_S, LAUNCHERS, World, read_worlds
 
@@ -44,9 +44,7 @@ FRAMES = 8  # of a stack that a message shows
 OBSERVED_S, WITHOUT_CORE = 60.0, 0.25
 RETRANSMISSIONS = 3  # of the same data, on a connection to a host that is taken to be cut off
 RESTARTS = ("MAX_RESTARTS", "RESTART_COUNT")  # by which torchrun says whether it will start anew
-# That a launcher may take to pass a signal on: mpirun waits for a second, or for as long as it is
-# told.
-ANSWER_S = 2 * float(os.environ.get("OMPI_MCA_odls_base_sigkill_timeout", 1))  # noqa: SIM112
+MPIRUN_WAITS = "OMPI_MCA_odls_base_sigkill_timeout"  # before it passes a signal on: for a second
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -112,6 +110,8 @@ def start_watchdog(world: World, stall_timeout: int | None = 0) -> None:
     After `stall_timeout` seconds without a sign of life of this rank the run counts as frozen; 0:
     never; None: after as many as `_patience_s` says.
     """
+    waits = os.environ.get(MPIRUN_WAITS) or "1"
+    refuse((not waits.isdecimal(), f"{MPIRUN_WAITS}={waits}: is no number of seconds; correct it"))
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(engine_timeout(stall_timeout)))
     woken, waker = socket.socketpair()
     waker.setblocking(False)
@@ -361,9 +361,10 @@ def _end_launcher(launchers: dict[int, str], signals: socket.socket) -> None:
     for launcher in list(launchers)[:1]:
         with suppress(OSError):
             os.kill(launcher, signal.SIGTERM)
-            until = time.monotonic() + ANSWER_S
+            answer_s = 2 * float(os.environ.get(MPIRUN_WAITS) or 1)
+            until = time.monotonic() + answer_s
             while _started(launcher) == launchers[launcher] and time.monotonic() < until:
-                if select.select([signals], [], [], ANSWER_S / 20)[0]:
+                if select.select([signals], [], [], answer_s / 20)[0]:
                     return
             os.kill(launcher, signal.SIGKILL)
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from launching import ROOT, SMALL, TRAINERS
 
-from recipe.record.resume import lines_by_step
+from recipe.record.folder import records
 
 # As a sitecustomize: each rank notes, as it reads the images of a step (without loader workers:
 # when it needs them), which they are, and which of the starts it belongs to.
@@ -105,7 +105,7 @@ def ranks_among(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process
 
 def steps_in(folder: Path) -> list[dict[str, Any]]:
     """A run's steps so far."""
-    return [line for lines in lines_by_step(folder, "step").values() for line in lines]
+    return [vars(line) for line in records(folder, "step")]
 
 
 def images_of(step: dict[str, Any]) -> int:

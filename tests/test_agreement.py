@@ -114,14 +114,15 @@ def test_horovods_version_counts_under_horovod(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_data(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("whole", "lacking", "renamed", "moved")]
+    folders = [tmp_path / name for name in ("whole", "lacking", "renamed", "moved", "other")]
     for folder in folders:
         for split in ("train", "val"):
             write_images(folder / split, 4)
     (folders[1] / "train" / "b" / "2.png").unlink()
     (folders[2] / "val" / "c" / "0.png").rename(folders[2] / "val" / "c" / "00.png")
     (folders[3] / "train" / "a" / "3.png").rename(folders[3] / "train" / "b" / "9.png")
-    whole, lacking, renamed, moved = (
+    (folders[4] / "val" / "a" / "1.png").write_bytes(b"other contents")
+    whole, lacking, renamed, moved, other_contents = (
         facts(open_data(folder_config(folder, tmp_path / "cache"))) for folder in folders
     )
     one_less = "training images: 12 on rank 0 (node0) and 1 more, 11 on rank 2 (node1);"
@@ -131,6 +132,7 @@ def test_data(tmp_path: Path) -> None:
         assert ": names, labels and classes of the images: " in message
         assert "training images" not in message
     assert "names, labels and classes of the images: " in disagreement(whole, facts(), whole)
+    assert "same thing: sizes of the image files: " in disagreement(whole, whole, other_contents)
 
 
 @pytest.mark.parametrize(

@@ -169,16 +169,23 @@ def keep(folder: Path, step: int, top1: float | None, progress: Progress, **othe
     finish_checkpoint()
 
 
+FIGURES = (
+    "epoch samples_seen loss top1 top5 seconds images_per_second num_images train_seconds_so_far"
+)
+
+
+def a_line(kind: str, step: int, **fields: Any) -> str:
+    """A line of metrics.jsonl."""
+    others = {"name": "start", "time_utc": "", **dict.fromkeys(FIGURES.split(), 1), **fields}
+    return json.dumps({"kind": kind, "step": step, **others}) + "\n"
+
+
 def record(folder: Path, step: int, *top1: float) -> None:
     """Write the lines of an epoch that ended at this step, and of its evaluations."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [{"kind": "epoch", "step": step}]
-    lines += [
-        {"kind": "eval", "step": step, "top1": one, "train_seconds_so_far": float(step)}
-        for one in top1
-    ]
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.write(a_line("epoch", step))
+        file.writelines(a_line("eval", step, top1=one, train_seconds_so_far=step) for one in top1)
 
 
 def everything_in(folder: Path) -> dict[Path, bytes]:
@@ -400,7 +407,7 @@ def test_auto_passes_over_a_checkpoint_after_which_the_loss_was_not_finite(
     before, newest = checkpoints_in(tmp_path / "checkpoints")
     for step, found in ((22, newest), (at, before), (11, before)):
         with (tmp_path / "metrics.jsonl").open("a") as metrics:
-            metrics.write(json.dumps({"kind": "event", "name": "diverged", "step": step}) + "\n")
+            metrics.write(a_line("event", step, name="diverged"))
         assert find_checkpoint(AUTO, tmp_path) == found
     assert capsys.readouterr().out.count(f"{newest}: a loss after it was not finite") == 2
 
@@ -422,15 +429,24 @@ def test_auto_never_starts_over(best: str, tmp_path: Path) -> None:
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("last", ["event", "step", "epoch"])
+@pytest.mark.parametrize("last", ["event", "step", "epoch", "eval"])
 def test_auto_begins_anew_before_the_first_checkpoint(last: str, tmp_path: Path) -> None:
     """What was recorded is set aside; at an epoch's end, too, if the first write was cut off."""
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(f'{{"kind": "{last}", "name": "start", "step": 45}}\n')
+    metrics.write_text(a_line("eval", 0) + a_line(last, 45))
     assert find_checkpoint(AUTO, tmp_path) is None
     set_aside(tmp_path, 0)
     (aside,) = tmp_path.glob("checkpoints/set-aside-*/metrics.jsonl")
     assert aside.read_text() == metrics.read_text()
+
+
+@pytest.mark.parametrize("shows", [a_line("eval", 45), a_line("event", 37, name="end")])
+def test_auto_begins_nothing_anew_whose_checkpoints_are_gone(shows: str, tmp_path: Path) -> None:
+    """Of a record which shows that there was one; under --keep-checkpoints 0 there never was."""
+    (tmp_path / "metrics.jsonl").write_text(a_line("eval", 30) + shows)
+    with pytest.raises(UserError, match="no whole checkpoint of a step; bring one back"):
+        find_checkpoint(AUTO, tmp_path)
+    assert find_checkpoint(replace(AUTO, keep_checkpoints=0), tmp_path) is None
 
 
 def test_a_run_that_goes_on_says_what_it_does_otherwise(
@@ -927,10 +943,9 @@ def test_the_better_weights_come_back(
     parts, run, out = trainables(steps=3), tmp_path / "run", tmp_path / "w.safetensors"
     kept(run, parts, 3)
     lines = [
-        json.dumps({"kind": "eval", "step": step, "weights": weights, "top1": top1})
-        for step, weights, top1 in evaluations
+        a_line("eval", step, weights=weights, top1=top1) for step, weights, top1 in evaluations
     ]
-    (run / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "eval", "st']))
+    (run / "metrics.jsonl").write_text("".join([*lines, '{"kind": "eval", "st']))
     assert export.main([str(run), str(out)]) == 0
     assert f"tiny, the weights of {whose} after step 3" in capsys.readouterr().out
     assert parts.ema is not None

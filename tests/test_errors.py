@@ -47,6 +47,11 @@ def test_a_job_may_have_a_name_of_any_bytes() -> None:
     assert errors.job_on_host({"TORCHELASTIC_RUN_ID": "gr\udcf6\udcdfe"})
 
 
+def test_a_message_steers_no_terminal() -> None:
+    """Whatever the file's name, or what a record of others holds."""
+    assert str(UserError("a\x1b[2Jb\u202e\x9b\xe9\udce9\n\tc")) == "a?[2Jb??\xe9\udce9\n\tc"
+
+
 def code_of(action: Callable[[], object]) -> int:
     with pytest.raises(SystemExit) as ended:
         action()

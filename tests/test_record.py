@@ -333,7 +333,7 @@ def test_a_disk_that_fills_up_is_one_sentence(
     session.steps(4)
     recorder, failed = session.recorder, Future[None]()
     full = open("/dev/full", "w", buffering=1)  # noqa: SIM115, for closing it fails, too
-    failed.set_exception(UserError("cannot be written there (...); make room, or"))
+    failed.set_exception(UserError("cannot be written there (...). Make room, or"))
     if part == "file":
         recorder.file = full
     elif part.endswith("board"):
@@ -342,9 +342,21 @@ def test_a_disk_that_fills_up_is_one_sentence(
         (tmp_path / "summary.json").mkdir()
     else:
         monkeypatch.setattr(checkpoint, "WRITES", [failed])
-    with pytest.raises(UserError, match=r"cannot be written there \(.+\); make room, or"):
+    with pytest.raises(UserError, match=r"cannot be written there \(.+\). Make room, or"):
         session.steps(1)
         recorder.close(SUMMARY)
+
+
+def test_a_record_that_is_moved_ends_the_run(tmp_path: Path, clock: SimpleNamespace) -> None:
+    """Else it would be lost with the files that are open, and another run might write there."""
+    session = Training(tmp_path / "run", clock)
+    for do in (
+        lambda: (tmp_path / "run").rename(tmp_path / "renamed"),
+        lambda: Training(tmp_path / "run", clock),
+    ):
+        do()
+        with pytest.raises(UserError, match=r"run/metrics.jsonl: was removed or moved while the"):
+            session.steps(2)
 
 
 @pytest.mark.parametrize("asked", ["the stop file", "a signal on rank 1", "the time"])
@@ -409,10 +421,21 @@ def test_a_wish_to_stop_is_kept_until_it_is_obeyed_or_comes_too_late(
     assert not stop.exists()
 
 
+# What a power cut, a bad disk or an editor leaves in the middle of metrics.jsonl.
+DAMAGED = (
+    b"\0\0\0\n\xff\xfe{}\n{'kind': 'step', 'step': 3}\n[]\n"
+    b'{"kind": "eval", "step": {"kind": "eval", "step": 5}\n{"kind": "eval", "step": 5}\n'
+)
+
+
 @pytest.mark.parametrize("batch_size", [4, 6])  # with 6, an epoch ends inside a step
 @pytest.mark.parametrize("at", [5, 7, 12])
 def test_resumed_run_leaves_the_lines_of_a_whole_one(
-    at: int, batch_size: int, tmp_path: Path, clock: SimpleNamespace
+    at: int,
+    batch_size: int,
+    tmp_path: Path,
+    clock: SimpleNamespace,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = replace(AUTO, batch_size=batch_size)
     Training(tmp_path / "whole", clock, config=config).steps(15)
@@ -420,9 +443,10 @@ def test_resumed_run_leaves_the_lines_of_a_whole_one(
     first.steps(at)
     saved = replace(first.progress)
     first.steps(13 - at)  # which the checkpoint does not hold
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "step", "epo')  # it was killed while it wrote
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(DAMAGED + b'{"kind": "step", "epo')  # it was killed while it wrote
     Training(tmp_path / "run", clock, saved, config).steps(15 - at)
+    assert capsys.readouterr().out.count("metrics.jsonl: 6 damaged line(s) are left out") == 1
     for kind in ("step", "epoch", "eval"):
         expected, found = lines(tmp_path / "whole", kind), lines(tmp_path / "run", kind)
         for line in (*expected, *found):  # the sums are of floats, in another order
@@ -583,7 +607,7 @@ def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: SimpleNamesp
 def test_progress_bar_only_on_rank_0_s_terminal(
     tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Training(tmp_path / "a", clock).recorder.console.bar is None
+    assert Training(tmp_path / "a", clock).recorder.console.bar.disable
     monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True, raising=False)
     Training(tmp_path / "b", clock, world=a_world(1, 2)).steps(1)
     assert not (tmp_path / "b").exists()
@@ -591,12 +615,12 @@ def test_progress_bar_only_on_rank_0_s_terminal(
     session.steps(2)
     console = session.recorder.console
     bar = console.bar
-    assert bar is not None and (bar.n, bar.total, bar.desc) == (2, 15, "epoch   1/3")
+    assert (bar.n, bar.total, bar.desc) == (2, 15, "epoch   1/3")
     assert bar.postfix.endswith("left, 8 images/s, loss 3.0000, lr 0.1")
     console.show_evaluation(3)
-    assert console.evaluation is not None and (console.evaluation.n, bar.n) == (3, 2)
+    assert (console.evaluation.n, bar.n) == (3, 2)
     session.recorder.close(SUMMARY)
-    assert console.bar is None and console.evaluation is None
+    assert console.bar.disable and console.evaluation.disable
 
 
 def test_a_line_now_and_then_without_a_terminal(

@@ -15,12 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from making import a_config, a_world
+from making import a_config, a_world, in_ranks
 
 from recipe.errors import UserError
 from recipe.files import partial_name, replace_file
-from recipe.ranks import Ranks
+from recipe.ranks import Collective, Ranks
 from recipe.record import folder as folders
 from recipe.record.folder import open_run_folder
 from recipe.settings.config import Config
@@ -118,18 +117,15 @@ def test_names_of_a_job_array_do_not_collide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "größe 2"])
-def test_rank_0_names_the_folder(
-    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_names_the_folder(name: str | None, tmp_path: Path) -> None:
     """Another rank's clock may be past the second's boundary; and its `--name` is not asked."""
-    config = a_config(log_dir=str(tmp_path), arch="vgg11", name=name)
-    sent: list[torch.Tensor] = []
-    ranks = Ranks(a_world(0, 2), from_first=lambda row: sent.append(row) or row)
-    first = open_run_folder(config, ranks, "ddp")
-    assert name in (None, first.name)
-    monkeypatch.setattr(folders, "datetime", None)
-    ranks = Ranks(a_world(1, 2), from_first=lambda row: sent[0])
-    assert open_run_folder(config, ranks, "ddp") == first
+
+    def as_rank(rank: int, sum_over_ranks: Collective) -> Path:
+        config = a_config(log_dir=str(tmp_path), name="other" if rank else name)
+        return open_run_folder(config, Ranks(a_world(rank, 2), sum_over_ranks), "ddp")
+
+    first, second = in_ranks(2, as_rank)
+    assert first == second and name in (None, first.name)
 
 
 @pytest.mark.parametrize(

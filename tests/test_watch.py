@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from launching import (
 from making import a_world
 
 from recipe import watch, world
+from recipe.errors import UserError
 from recipe.record.probes import StepProfiler
 from recipe.record.resume import load_on_all_ranks
 from recipe.session import Session
@@ -163,14 +165,9 @@ def test_a_rank_leaves_before_mpirun_kills_it(start: Callable[..., Started]) -> 
     assert [path.name for path in started.checkpoint.parent.iterdir()] == ["mpirun"]
 
 
-def test_without_a_launcher_nothing_is_watched(start: Callable[..., Started]) -> None:
+def test_without_a_launcher_nothing_is_watched() -> None:
     """Started by hand, whatever started it may go: a shell, nohup, tmux."""
-    started = start("none")
-    started.launcher.kill()
-    with pytest.raises(psutil.TimeoutExpired):
-        started.rank.wait(3)  # the watch looks every second
-    started.rank.terminate()
-    started.wait()
+    assert watch.launchers_of(a_world(launcher="none")) == {}
 
 
 def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
@@ -271,37 +268,6 @@ def test_a_host_that_is_cut_off_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         assert watch._unanswering() == named
 
 
-# A rank that trains without a pause, and is watched.
-BUSY = """
-from recipe import watch
-from recipe.world import read_world
-watch.OBSERVED_S = 1.0
-watch.start_watchdog(read_world())
-watch.heartbeat()
-while True:
-    pass
-"""
-
-
-def test_a_rank_says_that_others_run_on_its_core() -> None:
-    bind = f"import os; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])\n"
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    neighbours = [
-        subprocess.Popen([sys.executable, "-c", f"{bind}while True: pass"]) for _ in range(2)
-    ]
-    rank = subprocess.Popen(
-        [sys.executable, "-c", bind + BUSY], stderr=subprocess.PIPE, text=True, env=environ
-    )
-    try:
-        assert rank.stderr is not None
-        said = r"warning: rank 0 on \S+ waited for a core for \d+% of \d+ s: .* the 1 core\(s\) "
-        assert re.match(said, rank.stderr.readline())
-    finally:
-        for process in (rank, *neighbours):
-            process.kill()
-            process.wait()
-
-
 @pytest.mark.parametrize(("waited_s", "tells"), [(0.0, False), (14.0, False), (16.0, True)])
 def test_a_rank_that_waits_little_for_a_core_says_nothing(
     waited_s: float, tells: bool, monkeypatch: pytest.MonkeyPatch,
@@ -311,7 +277,10 @@ def test_a_rank_that_waits_little_for_a_core_says_nothing(
     monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock)))
     monkeypatch.setattr(watch, "_waited_for_core_s", lambda: next(waited))
     assert len(list(watch._observe_cores(a_world()))) == 1  # a tick in which it waits on
-    assert ("waited for a core" in capsys.readouterr().err) == tells
+    said = r"warning: rank 0 on \S+ waited for a core for \d+% of 60 s: .* it may use, or ranks and"
+    assert bool(re.match(said, capsys.readouterr().err)) == tells
+    monkeypatch.undo()
+    assert 0 <= watch._waited_for_core_s() < time.monotonic()
 
 
 @pytest.mark.parametrize(
@@ -507,6 +476,12 @@ def test_variables_of_another_job_are_refused(variables: str, code: int, said: s
         env=environ, cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == code and re.fullmatch(f"error: {said}" if said else "", done.stderr)
+
+
+def test_how_long_mpirun_waits_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(watch.MPIRUN_WAITS, "abc")
+    with pytest.raises(UserError, match=f"{watch.MPIRUN_WAITS}=abc: is no number of seconds"):
+        watch.start_watchdog(a_world())
 
 
 def listens_at(launcher: subprocess.Popen) -> set[str]:

@@ -11,7 +11,7 @@ from compare.evidence.paired import Estimate
 from compare.evidence.records import Comparison
 from compare.plan.configurations import ENGINES
 from compare.plan.environment import ROOT
-from recipe.record.schema import CONTROL
+from recipe.errors import CONTROL
 
 OWN_SCRIPTS = "these scripts"
 # What takes this project's own settings back, and leaves an engine as users install it.

@@ -20,8 +20,7 @@ class Console:
     def __init__(self, config: Config, world: World, data: Data, progress: Progress) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.has_bars = sys.stderr.isatty()
-        self.bar: tqdm | None = None
-        self.evaluation: tqdm | None = None
+        self.bar = self.evaluation = tqdm(disable=True)  # none
         self.latest = ""  # figures of the steps that were written last
         self.evaluated, self.said_at = 0, time.monotonic()
 
@@ -34,26 +33,26 @@ class Console:
         """Steps up to `last_step` begin."""
         self.began, self.began_after = time.monotonic(), self.progress.step
         self.last_step = last_step
-        if self.has_bars and last_step > self.progress.step:
-            self.bar = tqdm(
-                total=last_step,
-                initial=self.progress.step,
-                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
-                dynamic_ncols=True,
-                leave=False,
-            )
+        self.bar = tqdm(
+            total=last_step,
+            initial=self.progress.step,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+            dynamic_ncols=True,
+            leave=False,
+            disable=not self.has_bars or last_step == self.progress.step,
+        )
 
     def end_step(self) -> None:
         """A step has ended, and is counted."""
         is_due = time.monotonic() - self.said_at >= LINE_S
-        if self.bar is None and not is_due:
+        if self.bar.disable and not is_due:
             return
         step, epoch = self.progress.step, self.progress.samples_seen // self.data.num_train
         place = f"epoch {min(epoch + 1, self.config.epochs):>3}/{self.config.epochs}"
         # With all that happens between steps, evaluations and checkpoints, too.
         step_s = (time.monotonic() - self.began) / (step - self.began_after)
         left = f"{tqdm.format_interval(step_s * (self.last_step - step))} left{self.latest}"
-        if self.bar is not None:
+        if not self.bar.disable:
             self.bar.set_description_str(place, refresh=False)
             self.bar.set_postfix_str(left, refresh=False)
             self.bar.update()
@@ -66,22 +65,20 @@ class Console:
         images = min(images * self.world.size, total - self.evaluated)
         self.evaluated += images
         if self.has_bars:
-            self.evaluation = self.evaluation or tqdm(
-                total=total, desc="evaluating", unit=" images", dynamic_ncols=True, leave=False
-            )
+            if self.evaluation.disable:
+                self.evaluation = tqdm(
+                    total=total, desc="evaluating", unit=" images", dynamic_ncols=True, leave=False
+                )
             self.evaluation.update(images)
         elif time.monotonic() - self.said_at >= LINE_S:
             self.say(f"evaluating: {self.evaluated:,} of {total:,} images")
 
     def end_evaluation(self) -> None:
         """The bar of an evaluation goes."""
-        if self.evaluation is not None:
-            self.evaluation.close()
-        self.evaluation, self.evaluated = None, 0
+        self.evaluation.close()
+        self.evaluated = 0
 
     def close(self) -> None:
         """Nothing more is shown."""
         self.end_evaluation()
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None
+        self.bar.close()

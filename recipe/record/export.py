@@ -19,7 +19,7 @@ from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import whole_file
 from recipe.record.checkpoint import FORMAT, checkpoints_in, read_file, state_in
-from recipe.record.resume import lines_by_step
+from recipe.record.folder import records
 
 
 def checkpoint_of(run: Path) -> Path:
@@ -50,10 +50,12 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
             raise UserError(f"{path}: is not a checkpoint of this project")
         step, arch = checkpoint["progress"]["step"], str(checkpoint["config"]["arch"])
         # Those that did better in the evaluation after that step; the model's if there was none.
-        evaluations = lines_by_step(path.absolute().parent.parent, "eval").get(
-            step, [{"top1": 0.0}]
+        own = sorted(
+            (one.top1, one.weights)
+            for one in records(path.absolute().parent.parent, "eval")
+            if one.step == step
         )
-        whose = str(max(evaluations, key=lambda line: line["top1"]).get("weights", "model"))
+        whose = own[-1][1] if own else "model"
         state = state_in(checkpoint, str(path), [whose])
         state.pop("n_averaged", None)  # of a moving average
         # Each in memory of its own, as the format wants it.

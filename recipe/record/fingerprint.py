@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 from recipe.data.batches import Data, data_order_sha256
+from recipe.data.image_folder import Listing
 from recipe.device import core_ranges, cpu_quota_cores
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import read_proc
 from recipe.ranks import Ranks
 from recipe.record.energy import gpu_clocks_mhz
@@ -47,6 +48,7 @@ from recipe.world import World
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "simplejpeg")
 ROOT = Path(__file__).parents[2]
 MOST_FIELDS = 4  # in a message
+SAMPLE = 500  # files of each folder
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 
 
@@ -141,11 +143,9 @@ def comparison_keys(
 ) -> dict[str, str]:
     """All that the ranks must share to train the same thing: a name, as messages call it, and a
     value that can be printed."""
-    versions = software(config)
-    if engine == "horovod":
-        versions[engine] = metadata.version(engine)
+    own = {engine: metadata.version(engine)} if engine == "horovod" else {}
     facts = {"type of device": device.type}
-    facts |= {f"{name}'s version": version for name, version in versions.items()}
+    facts |= {f"{name}'s version": version for name, version in (software(config) | own).items()}
     for name, flag in FLAGS.items():
         value = getattr(config, name)
         if flag.per_rank == "first":
@@ -153,7 +153,20 @@ def comparison_keys(
         elif flag.per_rank == "equal":
             facts[spelled(name)] = str(value)
     facts |= {IDENTITY[name]: str(value)[:12] for name, value in data.identity.items()}
+    facts["sizes of the image files"] = _digest(json.dumps(sample_of_sizes(data)).encode())
     return facts | {f"the source {name}": digest for name, digest in sources(engine).items()}
+
+
+def sample_of_sizes(data: Data) -> list[int]:
+    """Bytes of some image files: on another host names may stand for other contents. So few that a
+    network file system tells them in a second; shards have checksums of their own."""
+    files = [
+        listing.name(index)
+        for listing in (data.train, data.val)
+        if type(listing) is Listing
+        for index in range(0, len(listing), max(1, len(listing) // SAMPLE))
+    ]
+    return [os.path.getsize(file) if os.path.exists(file) else -1 for file in files]
 
 
 def check_same_training(facts: dict[str, str], device: torch.device, ranks: Ranks) -> None:
@@ -163,20 +176,18 @@ def check_same_training(facts: dict[str, str], device: torch.device, ranks: Rank
     """
     is_cuda = device.type == "cuda"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if is_cuda else ""
-    rows = ranks.gather([_digest(json.dumps(facts).encode()), gpu])
+    own = _digest(json.dumps(facts).encode()), gpu, ranks.world.host
+    digests, gpus, hosts = zip(*ranks.gather(own), strict=True)
     heartbeat()  # all ranks have met: from now on none may be late
-    if len({digest for digest, _ in rows}) > 1:
-        hosts = ranks.gather(ranks.world.host)
+    if len(set(digests)) > 1:
         raise UserError(differences(ranks.gather(facts), hosts))
-    gpus = [gpu for _, gpu in rows if gpu]
-    if len(set(gpus)) < len(gpus):
-        second = next(rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank])
-        host = ranks.gather(ranks.world.host)[second]
-        raise UserError(
-            f"ranks {gpus.index(gpus[second])} and {second} on {host} have the same GPU: start at "
-            "most as many ranks on a host as it has GPUs, show each rank another one "
-            "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU"
-        )
+    second = next((rank for rank, one in enumerate(gpus) if one and one in gpus[:rank]), 0)
+    refuse((
+        second,
+        f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
+        "start at most as many ranks on a host as it has GPUs, show each rank another one "
+        "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU",
+    ))  # fmt: skip
 
 
 def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
@@ -206,7 +217,7 @@ def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
         )
 
 
-def differences(facts: list[dict[str, str]], hosts: list[str]) -> str:
+def differences(facts: list[dict[str, str]], hosts: Sequence[str]) -> str:
     """The message for ranks whose `facts` differ: which do, and who has which value."""
     names = dict.fromkeys(name for rank in facts for name in rank)
     told = [
@@ -221,7 +232,7 @@ def differences(facts: list[dict[str, str]], hosts: list[str]) -> str:
     )
 
 
-def _groups(values: list[str], hosts: list[str]) -> str:
+def _groups(values: list[str], hosts: Sequence[str]) -> str:
     """Who has which of `values` (one a rank): those of most ranks first, of equally many those of
     the lowest rank."""
     ranks: dict[str, list[int]] = {}

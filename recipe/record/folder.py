@@ -10,18 +10,20 @@ within a host only. Where a file system has no locks at all, the run says so and
 
 import errno
 import fcntl
+import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-import torch
+from msgspec import ValidationError, convert
 
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse, system_errors
 from recipe.ranks import Ranks
+from recipe.record.schema import METRICS
 from recipe.settings.config import Config
 from recipe.watch import nearest_launcher
 from recipe.world import World
@@ -31,7 +33,6 @@ LOCK_FILE = "lock"
 # checkpoint and end, which then removes it. A file, because no signal passes through all launchers:
 # torchrun and horovodrun die of what srun and mpirun hand on.
 STOP_FILE = "stop"
-NAME_BYTES = 255  # the longest name of a file
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 # The server of a shared file system takes a lock back this long after it lost sight of a host (NFS:
 # 90 s): a run that goes on elsewhere after the loss of its host waits for that.
@@ -45,12 +46,8 @@ def open_run_folder(config: Config, ranks: Ranks, engine: str) -> Path:
     The folder of a training that --evaluate looks at is left as it is, and may be in use. UserError
     where another run writes, where nothing can be written, and where nothing is to be evaluated.
     """
-    name = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-    if ranks.world.is_first:
-        encoded = os.fsencode(_claim(config, ranks.world, engine).name)
-        name[: len(encoded)] = torch.tensor(list(encoded))
-    name = ranks.from_first(name)
-    return Path(config.log_dir, os.fsdecode(bytes(name.tolist()).rstrip(b"\0")))
+    own = _claim(config, ranks.world, engine).name if ranks.world.is_first else ""
+    return Path(config.log_dir, ranks.gather(own)[0])
 
 
 def _claim(config: Config, world: World, engine: str) -> Path:
@@ -59,11 +56,11 @@ def _claim(config: Config, world: World, engine: str) -> Path:
     folder = Path(config.log_dir, config.name or default)
     checkpoints = folder / "checkpoints"
     has_weights = config.weights or config.pretrained or any(checkpoints.glob("step-*.pt"))
-    if config.evaluate and config.resume == "auto" and not has_weights:
-        raise UserError(  # a random network would be evaluated
-            f"--evaluate --resume auto: there is no checkpoint in {checkpoints}; check --name and "
-            "--log-dir"
-        )
+    refuse((
+        config.evaluate and config.resume == "auto" and not has_weights,  # a random network
+        f"--evaluate --resume auto: there is no checkpoint in {checkpoints}; check --name and "
+        "--log-dir",
+    ))  # fmt: skip
     if config.evaluate and (folder / "metrics.jsonl").exists():
         return folder
     with one_sentence(folder):
@@ -77,16 +74,36 @@ def _claim(config: Config, world: World, engine: str) -> Path:
     return folder
 
 
-@contextmanager
-def one_sentence(folder: Path) -> Iterator[None]:
-    """Turn the error of a full or broken disk into a UserError that names the run's folder."""
+def one_sentence(folder: Path) -> AbstractContextManager[None]:
+    """Turn the error of a full or broken disk into a UserError that names the file, or the run's
+    folder."""
+    remedy = "Make room, or choose another --log-dir"
+    return system_errors(folder, "the run cannot be written there", remedy)
+
+
+def record_in(line: str) -> Any:
+    """The record that a line of metrics.jsonl holds, a StepLine or another of METRICS; None if the
+    line is damaged."""
     try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{folder}: the run cannot be written there ({error.strerror or error}); make room, or "
-            "choose another --log-dir"
-        ) from None
+        values = json.loads(line)
+        return convert(values, METRICS[values["kind"]])
+    except (ValueError, LookupError, TypeError, ValidationError):
+        return None
+
+
+def lines_in(run_folder: Path) -> list[str]:
+    """The lines of a run's record that have an end, if it has one; a run that was killed may have
+    begun another."""
+    metrics = run_folder / "metrics.jsonl"
+    text = metrics.read_bytes().decode(errors="replace") if metrics.exists() else ""
+    return text.split("\n")[:-1]
+
+
+def records(run_folder: Path, kind: str) -> list[Any]:
+    """The records of one kind in the folder's metrics.jsonl, in their order."""
+    begin = json.dumps({"kind": kind})[:-1]  # of a long run most lines are steps: parse no others
+    lines = [line for line in lines_in(run_folder) if line.startswith(begin)]
+    return [record for line in lines if (record := record_in(line))]
 
 
 def new_folder(path: Path) -> Path:

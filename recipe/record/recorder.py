@@ -25,14 +25,20 @@ from shlex import quote
 from typing import Any, BinaryIO
 
 import numpy as np
-from msgspec import convert
 
 from recipe.data.batches import Data, samples_per_step
 from recipe.data.image_folder import Listing
-from recipe.errors import OWN_RANK
+from recipe.errors import OWN_RANK, refuse
 from recipe.files import replace_file, write_json
 from recipe.record.console import Console
-from recipe.record.folder import STOP_FILE, new_folder, one_sentence, utc_now
+from recipe.record.folder import (
+    STOP_FILE,
+    lines_in,
+    new_folder,
+    one_sentence,
+    record_in,
+    utc_now,
+)
 from recipe.record.schema import (
     METRICS,
     Environment,
@@ -53,7 +59,7 @@ Figures = dict[str, float]  # loss, top1 and top5
 
 class Board:
     """One of TensorBoard's event files in `folder`, made with its first point. It is written at
-    once and by the caller's own thread: a full disk is an OSError there, where torch's
+    once and by the caller's own thread: a full disk ends the run there, where torch's
     SummaryWriter has a thread that prints a traceback and ends.
 
     `first_step`, of a run that goes on, is the x-value from which TensorBoard is to forget what
@@ -65,7 +71,7 @@ class Board:
         self.file: BinaryIO | None = None
 
     def draw(self, step: int, values: dict[str, float]) -> None:
-        """Add a point at x = `step` to the curve of each tag; OSError if it cannot be written."""
+        """Add a point at x = `step` to the curve of each tag; UserError if it cannot be written."""
         from tensorboard.compat.proto import summary_pb2  # rank 0 alone pays for this import
 
         points = [
@@ -92,17 +98,18 @@ class Board:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        if self.file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-            self.file = (self.folder / name).open("wb")
-            self._write(file_version="brain.Event:2")
-            if self.first_step is not None:
-                begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                self._write(step=self.first_step, session_log=begins)
-        event = event_pb2.Event(wall_time=time.time(), **fields)
-        RecordWriter(self.file).write(event.SerializeToString())
-        self.file.flush()
+        with one_sentence(self.folder):
+            if self.file is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+                self.file = (self.folder / name).open("wb")
+                self._write(file_version="brain.Event:2")
+                if self.first_step is not None:
+                    begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                    self._write(step=self.first_step, session_log=begins)
+            event = event_pb2.Event(wall_time=time.time(), **fields)
+            RecordWriter(self.file).write(event.SerializeToString())
+            self.file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -137,8 +144,6 @@ class Recorder:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment, self.lr_scale = folder, environment, lr_scale
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
-        self.steps: list[StepLine] = []  # of the epoch so far
-        self.evaluations: list[EvalLine] = []
         self.console = Console(config, world, data, progress)
         self.say = self.console.say
         if config.evaluate and (self.folder / "metrics.jsonl").exists():
@@ -150,17 +155,16 @@ class Recorder:
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
             # Of an interrupted run what comes after its checkpoint will be made again.
-            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-            whole = [line for line in lines if line.endswith("\n")] if step else []
-            kept = [line for line in whole if json.loads(line).get("step", 0) <= step]
-            recorded = 0
-            for record in map(json.loads, kept):
-                recorded = record.get("step", 0)
-                if record["kind"] == "step" and record["epoch"] == epoch:
-                    self.steps.append(convert(record, StepLine))
-                elif record["kind"] == "eval":
-                    self.evaluations.append(convert(record, EvalLine))
-            replace_file(metrics, "".join(kept))
+            records = {line: record_in(line) for line in lines_in(folder)} if step else {}
+            kept = {line: one for line, one in records.items() if one and one.step <= step}
+            self.steps = [  # of the epoch so far
+                one for one in kept.values() if isinstance(one, StepLine) and one.epoch == epoch
+            ]
+            self.evaluations = [one for one in kept.values() if isinstance(one, EvalLine)]
+            recorded = max((one.step for one in kept.values()), default=0)
+            if damaged := sum(one is None for one in records.values()):
+                self.say(f"warning: {metrics}: {damaged} damaged line(s) are left out")
+            replace_file(metrics, "".join(f"{line}\n" for line in kept))
             self.file: Any = metrics.open("a", buffering=1)
             write_json(folder / "config.json", asdict(self.config), allow_nan=False)
             write_json(folder / "environment.json", asdict(self.environment), allow_nan=False)
@@ -202,10 +206,13 @@ class Recorder:
         kind = next(name for name, record in METRICS.items() if isinstance(line, record))
         with one_sentence(self.folder):
             self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
-
-    def _draw(self, board: Board, x: int, points: Figures) -> None:
-        with one_sentence(self.folder):
-            board.draw(x, points)
+            path, own = self.file.name, os.fstat(self.file.fileno())
+            is_there = os.path.exists(path) and os.path.samestat(os.stat(path), own)
+        refuse((
+            not is_there,
+            f"{path}: was removed or moved while the run wrote it, and what follows would be lost; "
+            "when its folder is back, --resume auto goes on from its last checkpoint",
+        ))  # fmt: skip
 
     def event(self, name: str, **others: Any) -> None:
         """Something that happened, with `others` of EventLine's fields."""
@@ -239,7 +246,7 @@ class Recorder:
         last, (figures, _, speed) = steps[-1], total(steps)
         points = {**figures, "lr": last.learning_rate, "throughput": speed}
         points = {f"Steps/{name.capitalize()}": value for name, value in points.items()}
-        self._draw(self.step_board, last.step, points)
+        self.step_board.draw(last.step, points)
         self.console.latest = (
             f", {speed:,.0f} images/s, loss {figures['loss']:.4f}, lr {last.learning_rate:.3g}"
         )
@@ -259,7 +266,7 @@ class Recorder:
             )
         )
         points = epoch_points("train", figures, seconds, speed)
-        self._draw(self.board, epoch + 1, {**points, "Lr": self.steps[-1].learning_rate})
+        self.board.draw(epoch + 1, {**points, "Lr": self.steps[-1].learning_rate})
         self.say(f"{self._figures_line(epoch, 'train', figures)}  {speed:,.0f} images/s")
         self.steps = []
 
@@ -288,7 +295,7 @@ class Recorder:
             part = "val" if one.weights == "model" else f"val_{one.weights}"
             if not is_repeated:  # else it is drawn already
                 points = epoch_points(part, figures, one.seconds, count / one.seconds)
-                self._draw(self.board, epoch + 1, points)
+                self.board.draw(epoch + 1, points)
             self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
 
     def _figures_line(self, epoch: int, name: str, figures: Figures) -> str:
@@ -309,8 +316,7 @@ class Recorder:
             named = ("engine", "launcher", "transport", "world_size", "threads")
             settings = asdict(self.config) | {key: getattr(self.environment, key) for key in named}
             results = {key: getattr(summary, key) for key in ("top1", "loss", "images_per_second")}
-            with one_sentence(self.folder):
-                self.board.describe(settings, results)
+            self.board.describe(settings, results)
         self.close_files()
         with one_sentence(self.folder):
             if not is_kept:
@@ -347,7 +353,8 @@ class Recorder:
         self.say(f"stopped after step {self.progress.step}, as {by} asked: {kept}")
         self.event("stop")
         self.close_files()
-        asked.unlink(missing_ok=True)  # last: whoever made it may wait
+        with one_sentence(self.folder):
+            asked.unlink(missing_ok=True)  # last: whoever made it may wait
         return by == asked
 
     def close_files(self) -> None:

@@ -2,12 +2,10 @@
 
 import errno
 import io
-import json
 import math
 import os
 import shutil
 import zipfile
-from collections import defaultdict
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +30,7 @@ from recipe.record.checkpoint import (
     step_in_name,
     step_path,
 )
-from recipe.record.folder import new_folder, one_sentence
+from recipe.record.folder import new_folder, one_sentence, records
 from recipe.record.spare import Spare
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
@@ -94,35 +92,30 @@ def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[f
     """
     if progress.step == 0 or config.evaluate:
         return -1.0, False
-    best, evaluations = run_folder / "checkpoints" / "best.pt", lines_by_step(run_folder, "eval")
-    top1 = {step: max(one["top1"] for one in lines) for step, lines in evaluations.items()}
+    best, evaluations = run_folder / "checkpoints" / "best.pt", records(run_folder, "eval")
+    top1 = {one.step: one.top1 for one in sorted(evaluations, key=lambda one: one.top1)}
     progress.best_top1 = top1[int(_step_of(best))] if best.exists() else -1.0
-    own = evaluations.get(progress.step, [])
-    for line in own:
-        progress.total_seconds = max(progress.total_seconds, line["train_seconds_so_far"])
+    own = [one for one in evaluations if one.step == progress.step]
+    so_far = [progress.total_seconds, *(one.train_seconds_so_far for one in own)]
+    progress.total_seconds = max(so_far)
     if own and progress.take_best({"top1": top1[progress.step]}):
         mark_best(step_path(best.parent, progress.step))
-    ends_epoch = progress.step in lines_by_step(run_folder, "epoch")
-    weights = 2 if config.model_ema else 1
-    return top1.get(progress.step, -1.0), ends_epoch and len(own) < weights
-
-
-def lines_by_step(run_folder: Path, kind: str) -> dict[int, list[dict[str, Any]]]:
-    """The lines of one kind in the folder's record, whole ones, by the step that they are of."""
-    metrics, found = run_folder / "metrics.jsonl", defaultdict[int, list[dict[str, Any]]](list)
-    text = metrics.read_text() if metrics.exists() else ""
-    begin = json.dumps({"kind": kind})[:-1]  # of a long run most lines are steps: parse no others
-    lines = (one for one in text.splitlines() if one.startswith(begin) and one.endswith("}"))
-    for line in map(json.loads, lines):
-        found[line["step"]].append(line)
-    return dict(found)
+    ends_epoch = any(one.step == progress.step for one in records(run_folder, "epoch"))
+    return top1.get(progress.step, -1.0), ends_epoch and len(own) < 1 + config.model_ema
 
 
 def steps_left_out(run_folder: Path) -> list[int]:
     """Where steps begin, in samples, whose images are left out since they made the loss infinite or
     NaN, by the folder's record."""
-    rollbacks = [one for lines in lines_by_step(run_folder, "event").values() for one in lines]
-    return max((one.get("left_out", []) for one in rollbacks), key=len, default=[])
+    return max((one.left_out for one in records(run_folder, "event")), key=len, default=[])
+
+
+def has_kept(run_folder: Path) -> bool:
+    """Whether the folder's record shows that a checkpoint was on disk: a run waits for one before
+    it stops, and before the checkpoint with which the next evaluation comes."""
+    ends = [one for one in records(run_folder, "event") if one.name in ("stop", "end")]
+    steps = {one.step for one in records(run_folder, "eval")}
+    return any(one.step for one in ends) or len(steps - {0}) > 1
 
 
 def go_back(
@@ -139,11 +132,11 @@ def go_back(
     if world.is_first:
         files = reversed(checkpoints_in(run_folder / "checkpoints"))
         path = next((one for one in files if step_in_name(one) < diverged_at - 1), None)
-        if path is None:
-            raise UserError(
-                f"the loss of step {diverged_at} is not finite, and no checkpoint from before it "
-                "is left (--rollback); lower --base-lr, or set --clip-grad-norm"
-            )
+        refuse((
+            path is None,
+            f"the loss of step {diverged_at} is not finite, and no checkpoint from before it is "
+            "left (--rollback); lower --base-lr, or set --clip-grad-norm",
+        ))  # fmt: skip
     contents = load_on_all_ranks(path, ranks)
     progress = restore(contents, parts, config, world, data, str(path))
     if world.is_first:
@@ -164,11 +157,11 @@ def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
         and Path(config.resume).resolve().is_relative_to(run_folder.resolve())
     )
     with one_sentence(run_folder):
-        if (metrics.exists() or checkpoints_in(checkpoints)) and not goes_on_here:
-            raise UserError(
-                f"{run_folder}: already holds a run; choose another --name, or go on with it "
-                "by --resume auto"
-            )
+        refuse((
+            (metrics.exists() or checkpoints_in(checkpoints)) and not goes_on_here,
+            f"{run_folder}: already holds a run; choose another --name, or go on with it by "
+            "--resume auto",
+        ))  # fmt: skip
         if not config.evaluate:
             set_aside(run_folder, progress.step)
 
@@ -184,7 +177,7 @@ def set_aside(run_folder: Path, step: int) -> None:
     later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
     best = folder / "best.pt"
     # One of which no evaluation is known would have to yield to any other.
-    evaluated = {one for one in lines_by_step(run_folder, "eval") if one <= step}
+    evaluated = {one.step for one in records(run_folder, "eval") if one.step <= step}
     is_others = best.exists() and _step_of(best) not in evaluated
     metrics = run_folder / "metrics.jsonl"
     if later or is_others or (step == 0 and metrics.exists()):
@@ -217,18 +210,12 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     """
     if config.resume is not None and config.resume != "auto":
         path = Path(config.resume)
-        if not _is_whole(path):
-            raise UserError(
-                f"--resume {config.resume}: is damaged, or is no checkpoint of this project"
-            )
+        told = f"--resume {path}: is damaged, or is no checkpoint of this project"
+        refuse((not _is_whole(path), told))
         return path
     folder = run_folder / "checkpoints"
     best, files = folder / "best.pt", checkpoints_in(folder)
-    diverged = {
-        step
-        for step, lines in lines_by_step(run_folder, "event").items()
-        if any(one["name"] == "diverged" for one in lines)
-    }
+    diverged = {one.step for one in records(run_folder, "event") if one.name == "diverged"}
     for path in reversed(files):
         if not _is_whole(path):
             print(f"warning: {path} is damaged; trying the one before it")
@@ -238,7 +225,7 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
             return path
     # A run that was lost before its first checkpoint, as a preempted job may be, begins anew; its
     # metrics are set aside.
-    if files or best.exists():
+    if files or best.exists() or (config.keep_checkpoints and has_kept(run_folder)):
         instead = "bring one back from a copy"
         if best.exists() and _is_whole(best):
             instead = f"go on from the best with --resume {best}"
@@ -298,11 +285,11 @@ def restore(
     """Put a checkpoint's contents into `parts`; the wrapper-free keys fit either engine. UserError
     if it does not fit this run, or holds what no training writes."""
     try:
-        if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-            raise UserError(
-                f"--resume {name}: is not a checkpoint of this project; to start from its weights "
-                "use --weights"
-            )
+        refuse((
+            not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT,
+            f"--resume {name}: is not a checkpoint of this project; to start from its weights use "
+            "--weights",
+        ))  # fmt: skip
         for misfit, words in _misfits(checkpoint, config, world, data):
             refuse((misfit, f"--resume {name}: {words}"))
         refuse((

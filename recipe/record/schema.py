@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from recipe.errors import CONTROL
+
 PHASES = ("data", "forward", "backward", "optimizer")  # of a step: see `Phases`
 # Steps after a start or a resume that do not count for throughput and phases: caches fill and
 # kernels are chosen.
@@ -28,8 +30,6 @@ Amount = Annotated[float, Meta(ge=0, lt=1e18)]
 Positive = Annotated[float, Meta(ge=1e-18, lt=1e18)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]
-# No line ends and escapes, which would forge lines in a terminal, and no marks of direction.
-CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 Text = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$")]
 
 

@@ -80,6 +80,8 @@ ON_HOSTS = {
     "mpirun": "mpirun -np 2 -H node0:1,node1:1 {python} {trainer}",
     "horovodrun --gloo": "horovodrun --gloo -np 2 -H node0:1,node1:1 {python} {trainer}",
 }
+# Has a folder in the place of /dev/shm, where other jobs leave files, too; for root on one host.
+OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
 FROZEN = "--checkpoint-steps 20 --stall-timeout 10"
 # mpirun's own words, torchrun's, and horovodrun's of a process that was killed.
 KILLED = r"exited on signal 9|Signal 9 \(SIGKILL\)|exit(ed)? with (status )?code"
@@ -181,6 +183,7 @@ class Trial:
         self.step = self.random.randint(5, 20 if self.scenario.saves else 55)
         self.runs = self.folder / "runs"
         self.run_folder = self.runs / "run"
+        self.memory = self.folder / "shm"
 
     def metrics(self) -> str:
         """What the run has recorded so far."""
@@ -229,7 +232,7 @@ class Trial:
         flags = f"{scenario.flags} --workers {self.result.number % 2}"  # every other one with them
         words = f"{line} {scenario.training} {flags} {PLACE} --log-dir {self.runs}".split()
         if not self.hosts:
-            return words
+            return [*OWN_MEMORY, str(self.memory), *words] if self.memory.exists() else words
         here, away = (host.inside(*words) for host in self.hosts)
         if self.result.launcher != "torchrun":
             return here
@@ -256,15 +259,18 @@ class Trial:
     def carry_out(self, expected: str) -> None:
         """Do all of it; AssertionError if the training does not end with the weights of which this
         is the digest, or does not keep another promise."""
-        scenario, memory = self.scenario, os.listdir("/dev/shm")
+        scenario = self.scenario
         with ExitStack() as stack:
             self.runs.mkdir()
             if scenario.on_hosts:
                 self.hosts = stack.enter_context(hosts(self.folder / "hosts"))
+            elif os.geteuid() == 0:
+                self.memory.mkdir()
+                stack.enter_context(small_disk(self.memory, mb=1024))
             if scenario.disk_mb:
                 stack.enter_context(small_disk(self.runs, scenario.disk_mb))
             finished = self.start(scenario.fault, **scenario.shim(self))
-            self.check_end(finished, memory)
+            self.check_end(finished)
             if not scenario.heals:
                 if self.struck:
                     self.result.seconds_to_end = self.began + finished.seconds - self.struck
@@ -274,7 +280,7 @@ class Trial:
                 self.start(recover).checked()
             self.check_training(expected)
 
-    def check_end(self, finished: Finished, memory: Sequence[str]) -> None:
+    def check_end(self, finished: Finished) -> None:
         """What has to be so after a fault."""
         scenario, said = self.scenario, finished.output
         own_words = before_the_launchers_words(said)
@@ -292,19 +298,17 @@ class Trial:
                 assert finished.returncode == scenario.code, f"exit code {finished.returncode}"
         for checkpoint in (self.run_folder / "checkpoints").glob("*.pt"):
             assert zipfile.ZipFile(checkpoint).testzip() is None, f"{checkpoint} is damaged"
-        new = set(os.listdir("/dev/shm")) - set(memory)
         with suppress(AssertionError):  # what the launcher leaves may take its time to end
-            wait_until(lambda: not self.left(new), 15, 0.1)
-        left = self.left(new)
+            wait_until(lambda: not self.left(), 15, 0.1)
+        left = self.left()
         assert not left, f"left: {left}"
 
-    def left(self, files: set[str]) -> list[str]:
-        """Processes on the hosts, and those `files` in /dev/shm that are there and nobody's."""
+    def left(self) -> list[str]:
+        """Processes on the hosts, or files in the memory that one host's share."""
         words = [" ".join(one.cmdline()) for host in self.hosts for one in host.processes()]
         # sshd waits for a peer that is cut off for as long as its own settings say.
         words = [one for one in words if not one.startswith("sshd: ")]
-        there = files & set(os.listdir("/dev/shm"))
-        return [*words, *sorted(there - shared())] if there else words
+        return [*words, *(os.listdir(self.memory) if self.memory.exists() else ())]
 
     def check_training(self, expected: str) -> None:
         """What has to be so in the end."""
@@ -320,15 +324,6 @@ class Trial:
         """Bring the link of the last host up, or down."""
         for host in self.hosts[-1:]:
             namespaces.ip("-n", host.namespace, "link", "set", "eth0", state)
-
-
-def shared() -> set[str]:
-    """The files in /dev/shm that a live process has in its memory: the training's are gone."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has ended, or is another user's
-            found |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
-    return found
 
 
 # ---- Faults ----
