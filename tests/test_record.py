@@ -71,7 +71,7 @@ class Training(Session):
         self.world = self.readers = world or a_world()
         self.ranks = Ranks(self.world)
         self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
-        self.is_complete = False
+        self.is_complete, self.spare = False, None
         if self.world.is_first:
             take_over(folder, config, self.progress)
         self.folder, self.data, self.first_step, self.last_step = (
