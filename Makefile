@@ -40,14 +40,15 @@ doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those h
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
 # The unit tests and those on several hosts in three processes, as many of them wait (Slurm's most, so
-# they are first), and then, one at a time, those whose launchers need two cores. One of the calls may
-# find nothing that ARGS asks for (5); after an interruption, or a failure with -x, (2) nothing more is
-# started.
+# they are first). Beside them, one at a time, those of launchers, whose ranks wait for each other:
+# so no core is idle. What these say is shown when all have ended. One of the calls may find nothing
+# that ARGS asks for (5); an interruption, or a unit test that fails with -x, (2) ends the other.
 PYTEST := $(IN_VENV) python -m pytest tests
 define run_tests
-OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --part "not launch$(1)" $(ARGS); \
-	unit=$$?; [ $$unit -ne 2 ] || exit 2; \
-	$(PYTEST) --part "launch$(1)" $(ARGS); launch=$$?; \
+told=$$(mktemp); $(PYTEST) --part "launch$(1)" $(ARGS) >$$told 2>&1 & launches=$$!; \
+	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --part "not launch$(1)" $(ARGS); \
+	unit=$$?; [ $$unit -ne 2 ] || kill -INT $$launches; \
+	wait $$launches; launch=$$?; cat $$told; rm $$told; \
 	case $$unit,$$launch in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 endef
 

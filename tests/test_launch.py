@@ -90,7 +90,7 @@ def test_one_rank_raises(launcher: str, engine: str, tmp_path: Path) -> None:
     """Only rank 1 fails, while rank 0 waits for it in a collective."""
     changed = change_on_rank(1, "recipe.training.model", BREAK, tmp_path)
     arguments = f"{SMALL} --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, timeout=120, **changed)
+    finished = launch(launcher, engine, arguments, warm=True, timeout=120, **changed)
     assert finished.returncode != 0
     said = before_the_launchers_words(finished.output)
     assert said.count("RuntimeError: rank 1 is out of order") == 1

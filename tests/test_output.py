@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import BIN, ROOT, TRAINERS, rarely, read_json, run, warm_python, words_of
+from launching import BIN, ROOT, SMALL, TRAINERS, rarely, read_json, run, warm_python, words_of
 from making import folder_config, write_images
 from records import a_plan, edit
 from test_compare_records import make_comparison
@@ -120,7 +120,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(images: Path, log_dir: Path, name: str = NAME) -> list[str]:
-    settings = "--preset digits --epochs 1 --max-steps 3 --keep-checkpoints 1"
+    settings = f"{SMALL} --epochs 1 --max-steps 3 --keep-checkpoints 1"
     places = ["--data", str(images), "--log-dir", str(log_dir), "--name", name]
     return [*settings.split(), *places, "--cache-dir", str(log_dir / "cache")]
 

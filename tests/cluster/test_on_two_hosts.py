@@ -2,6 +2,7 @@
 that the same training on one host ends with."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -142,19 +143,17 @@ def test_a_rank_that_fails_on_another_host_ends_all_with_one_message(
 
 
 def test_nothing_stays_of_the_hosts(tmp_path: Path) -> None:
-    def names() -> set[str]:
-        """Of network interfaces and namespaces."""
-        links = subprocess.check_output(["ip", "-o", "link"], text=True).splitlines()
-        namespaces = subprocess.check_output(["ip", "netns", "list"], text=True).splitlines()
-        return {line.split()[1] for line in links} | {line.split()[0] for line in namespaces}
+    def names(mark: str) -> set[str]:
+        """Of these hosts' network interfaces and namespaces."""
+        shown = [subprocess.check_output(["ip", *w], text=True) for w in (["link"], ["netns"])]
+        return {word for text in shown for word in re.findall(r"[\w-]+", text) if mark in word}
 
-    before = names()
     with pytest.raises(KeyboardInterrupt), hosts(tmp_path / "hosts", ("left0", "left1")) as made:
-        pids = [host.sshd.pid for host in made]
-        assert len(names() - before) == 5  # two namespaces, two ends of wires, a bridge
+        pids, mark = [host.sshd.pid for host in made], made[0].namespace.partition("-")[2]
+        assert len(names(mark)) == 5  # two namespaces, two ends of wires, a bridge
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
-    assert names() - before == set()
+    assert names(mark) == set()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
