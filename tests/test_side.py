@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launching import run
+from launching import launch, run
 from torch import nn
 
 from compare import report
@@ -297,5 +297,5 @@ def test_examples_of_ddp_and_of_horovod_are_compared(tmp_path):
 
 @pytest.mark.launch
 def test_an_example_trains_by_hand_as_well():
-    command = f"torchrun --nproc-per-node 2 {SCRIPTS}/ddp_example.py --epochs 1".split()
-    assert "trained for 1 epochs" in run(command).checked().output
+    finished = launch("torchrun", f"{SCRIPTS}/ddp_example.py", "--epochs 1", warm=True).checked()
+    assert "trained for 1 epochs" in finished.output

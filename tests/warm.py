@@ -14,7 +14,7 @@ import gc
 import importlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -48,47 +48,45 @@ def serve(path: str) -> None:
     for name in ("torch._dynamo", "torch.distributed.run", "torchvision.transforms.v2"):
         importlib.import_module(name)
     gc.freeze()  # else a collection in a fork copies its memory
-    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who waits for a program's end is its parent
+    with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
         listener.listen()
         os.rename(f"{path}.new", path)  # once it is there it answers
-        selector.register(listener, selectors.EVENT_READ)
-        children = dict[int, tuple[int, socket.socket]]()  # by the file that says that it has ended
         while True:
-            for key, _ in selector.select():
-                if key.fileobj is listener:
-                    asking = listener.accept()[0]
-                    _, files, _, _ = socket.recv_fds(asking, 1, 3)
-                    asked = json.loads(asking.makefile(errors="surrogateescape").readline())
-                    if (pid := os.fork()) == 0:
-                        become(*asked, files)
-                        return
-                    asking.sendall(b"%d\n" % pid)
-                    ended = os.pidfd_open(pid)
-                    children[ended] = pid, asking
-                    selector.register(ended, selectors.EVENT_READ)
-                    selector.register(asking, selectors.EVENT_READ, pid)
-                    for file in files:
-                        os.close(file)
-                elif key.data is None:
-                    pid, asking = children.pop(key.fd)
-                    with contextlib.suppress(OSError):
-                        asking.sendall(b"%d\n" % os.waitpid(pid, 0)[1])
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    with contextlib.suppress(KeyError):
-                        selector.unregister(asking)
-                    asking.close()
-                else:  # who asked for it has ended
-                    os.kill(key.data, signal.SIGKILL)
-                    selector.unregister(key.fileobj)
+            asking = listener.accept()[0]
+            if os.fork() == 0:
+                break
+            asking.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    _, files, _, _ = socket.recv_fds(asking, 1, 3)
+    asked = json.loads(asking.makefile(errors="surrogateescape").readline())
+    if (pid := os.fork()) == 0:
+        die_with_parent()
+        become(*asked, files)
+        return
+    for file in files:
+        os.close(file)
+    asking.sendall(b"%d\n" % pid)
+    ended = os.pidfd_open(pid)
+    if asking in select.select([ended, asking], [], [])[0]:  # who asked for it has ended
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        asking.sendall(b"%d\n" % os.waitpid(pid, 0)[1])
+    os._exit(0)
+
+
+def die_with_parent() -> None:
+    import ctypes  # which those that ask do not wait for
+
+    ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
 
 
 def become(
     words: list[str], folder: str, environ: dict, cores: list[int], files: list[int]
 ) -> None:
     """Take on what the process that asked has."""
-    import ctypes
     import tempfile
 
     import numpy
@@ -96,7 +94,6 @@ def become(
 
     torch.seed()  # no two programs begin with the same random numbers
     numpy.random.seed()
-    ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
     for own, file in enumerate(files):
         os.dup2(file, own)
         os.close(file)

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from campaign import DDP, GLOO, RESTARTS, SCENARIOS, Result, Start, attempt, lacking, markdown
+from campaign import DDP, RESTARTS, SCENARIOS, Result, Start, attempt, lacking, markdown
 from launching import ROOT, read_json
 
-OFTEN = [("signal-launcher", DDP), ("signal-launcher", GLOO), ("restart", RESTARTS[0])]
+OFTEN = [("signal-launcher", DDP), ("restart", RESTARTS[0])]
 SHORT = [
     pytest.param(
         name,
