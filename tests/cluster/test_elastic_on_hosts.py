@@ -19,7 +19,7 @@ from elastic import (
 from hosts import SEARCH_PATH, Host
 from launching import SMALL, TRAINERS, resumed_at, run, wait_until
 
-pytestmark = [pytest.mark.launch, pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.launch, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.mark.full
@@ -42,19 +42,21 @@ def test_a_host_leaves_returns_and_is_lost(two_hosts: list[Host], tmp_path: Path
         ranks_come_to(1)
         write_slots(tmp_path, "node0:1\nnode1:2")
         ranks_come_to(3)
-        rank = there()
+        rank, resumes = there(), len(resumed_at(tmp_path))
         rank.parent().kill()
-        ranks_come_to(1)
+        # On a slow machine the host may be back before the one that is left has trained alone.
+        wait_until(lambda: len(resumed_at(tmp_path)) > resumes)
         assert not rank.is_running(), "it has outlived what watched over it"
+        wait_until(lambda: steps_in(tmp_path)[-1]["step"] > resumed_at(tmp_path)[-1])
         ranks_come_to(3)
         (tmp_path / "stop").touch()
 
     cooldown = "--blacklist-cooldown-range 5 10"
     words = command(tmp_path, "--checkpoint-steps 5", "eth0", cooldown)
-    run(node0.inside(*words), 380, meanwhile, PATH=SEARCH_PATH).checked()
+    run(node0.inside(*words), 840, meanwhile, PATH=SEARCH_PATH).checked()
     assert [process.cmdline() for host in two_hosts for process in host.processes()] == []
     assert images_of(checked_steps(tmp_path)[-1]) == 36
-    assert len(resumed_at(tmp_path)) == 5
+    assert len(resumed_at(tmp_path)) in (4, 5)
 
 
 # So that a torchrun which is gone is missed within seconds, and others are waited for no longer.
@@ -103,6 +105,6 @@ def test_a_torchrun_leaves_and_another_joins(two_hosts: list[Host], tmp_path: Pa
             finally:
                 second.kill()
 
-    run(torchrun(node0, 1), 380, meanwhile).checked()
+    run(torchrun(node0, 1), 840, meanwhile).checked()
     checked_steps(tmp_path)
     check_audit(tmp_path)
