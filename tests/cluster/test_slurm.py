@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hosts import BIN, Host
-from launching import SMALL, rarely, read_json, read_lines, wait_until
+from launching import SMALL, change_on_rank, rarely, read_json, read_lines, wait_until
 
 from compare.plan.configurations import CONFIGURATIONS
 from slurm import Slurm, slurm, wait_for
@@ -26,9 +26,18 @@ SCRIPTS = {
     "horovodrun.sbatch over Gloo": ("2", {"CONTROLLER": "gloo"}),
 }
 ENVIRONMENT = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "VENV": str(BIN.parent)}
-LONGER = "--epochs 5 --max-steps 250"  # than Slurm may take until it preempts a job
-CHECKPOINTED = f"{SMALL} {LONGER} --checkpoint-steps 10 --log-interval 2"
+LOGGED = "--log-interval 2"
+CHECKPOINTED = f"{SMALL} {LOGGED} --checkpoint-steps 10"
 LONG = f"{SMALL} --epochs 500 --max-steps 100000"
+# Slurm may take some seconds until it preempts a job.
+SLOW = """
+import time
+real = module.seed_step
+def seed_step(*words):
+    time.sleep(0.2)
+    real(*words)
+module.seed_step = seed_step
+"""
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +129,9 @@ def test_a_job_that_is_ended_early_goes_on(
     with the warning that --signal asks for. Both end with the weights of a training on one host
     that nobody disturbed. (Of two ranks: DDP orders its buckets anew after its first step, also
     after a resume, and a ring of more ranks then adds in another order.)"""
-    job = submit(
-        cluster, "ddp_srun.sbatch", folder, f"{CHECKPOINTED} {LONGER}", "--ntasks-per-node", "1"
-    )
+    slow = change_on_rank(None, "recipe.training.model", SLOW, folder.parent)
+    words = ("--ntasks-per-node", "1", f"--export=ALL,PYTHONPATH={slow['PYTHONPATH']}")
+    job = submit(cluster, "ddp_srun.sbatch", folder, CHECKPOINTED, *words)
     wait_for_steps(cluster, folder, 12)
     if how == "requeued":
         cluster.ask("scontrol", "requeue", job)
@@ -133,7 +142,7 @@ def test_a_job_that_is_ended_early_goes_on(
     wait_for_end(cluster, job, folder)
     assert [event["name"] for event in read_lines(folder, "event")] == events
     assert "Restarts=1" in cluster.ask("scontrol", "show", "job", job)
-    whole = read_json(trained("torchrun", "ddp", LONGER) / "summary.json")
+    whole = read_json(trained("torchrun", "ddp", LOGGED) / "summary.json")
     assert read_json(folder / "summary.json")["weights_sha256"] == whole["weights_sha256"]
 
 
