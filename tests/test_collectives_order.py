@@ -14,6 +14,7 @@ names what is sent next.
 
 import itertools
 import math
+import re
 import shutil
 import sys
 import threading
@@ -36,7 +37,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 from ddp_train import train
 from recipe import session, watch
-from recipe.errors import EXIT_SAVED, UserError
+from recipe.errors import EXIT_SAVED
 from recipe.record import fingerprint as environment
 from recipe.record import resume
 from recipe.record.folder import STOP_FILE
@@ -262,11 +263,11 @@ def after_step(act: Callable[[Any, int], object]) -> Callable[[int], Hooks]:
     return lambda rank: Hooks(step_ended=lambda session, model: act(session, rank))
 
 
-# Settings, and words of what the ranks then ask for.
+# Settings, and an expression for what the ranks then ask for.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "plain": ({}, "keep_checkpoint"),
+    "plain": ({}, r"check_same_weights < \S+ keep_checkpoint"),
     "one batch": ({"batch_norm": "sync"}, "batch_norm.py"),
-    "averages": ({"batch_norm": "average", "model_ema": True}, "allreduce of float32 [8]"),
+    "averages": ({"batch_norm": "average", "model_ema": True}, r"allreduce of float32 \[8\]"),
     "measured": ({"wire_format": "auto"}, "settle_wire_format"),
     "halves": ({"wire_format": "fp16", "static_graph": True}, "allreduce of float16"),
     "masters": ({"precision": "O2"}, "train_masters"),
@@ -280,7 +281,7 @@ def test_all_ranks_ask_alike(case: str, images: Path, tmp_path: Path) -> None:
     settings, words = CASES[case]
     told = training(images, tmp_path, **settings)
     assert told[-1] == "returns 0" and (tmp_path / "run" / "summary.json").exists()
-    assert any(words in one for one in told)
+    assert any(re.search(words, one) for one in told)
 
 
 def test_going_on_from_a_checkpoint_that_rank_0_reads(
@@ -336,18 +337,6 @@ def test_one_rank_meets_a_bad_image(images: Path, tmp_path: Path) -> None:
     told = training(root, tmp_path, bad_images="replace")
     assert any("take_replaced" in one for one in told)
     assert "20.png" in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-def test_the_weights_of_one_rank_drift_away(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def drift(config: Any, world: Any, folder: Path, step: int, model: Any, loss: Any) -> None:
-        if world.rank == ODD:
-            model.head.weight.data += 1
-
-    monkeypatch.setattr(train, "write_trace", drift)
-    with pytest.raises(UserError, match="after step 2 the ranks hold different weights in head"):
-        training(images, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,6 @@ def kill_then_change_hosts(launcher: subprocess.Popen, folder: Path) -> None:
         wait_until(lambda number=number: images_of(steps_in(folder)[-1]) == 12 * number)
 
 
-def lose_host(launcher: subprocess.Popen, folder: Path) -> None:
-    """Horovod takes it out of the job."""
-    ranks_below(launcher)[1].parent().kill()
-    wait_until(lambda: images_of(steps_in(folder)[-1]) == 12)
-
-
 def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
     """It ends with the others."""
     ranks_below(launcher)[1].suspend()
@@ -93,7 +87,6 @@ def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
     ("slots", "flags", "happens", "resumes", "ranks"),
     [
         ("localhost:2", "", kill_then_change_hosts, 3, 2),
-        rarely("localhost:1\n127.0.0.1:1", "", lose_host, 1, 1),
         rarely("localhost:2", "--stall-timeout 10", freeze_rank, 1, 2),
     ],
 )

@@ -73,6 +73,13 @@ def test_a_job_asks_the_project_for_hosts_and_a_port(tmp_path: Path) -> None:
     assert hosts == "a:4,b:4" and port.isdecimal()
 
 
+@pytest.mark.parametrize("flag", ["--name", "--log-dir=runs"])
+def test_flags_that_the_scripts_need_for_themselves_are_refused(flag: str, tmp_path: Path) -> None:
+    done = run_in_job(tmp_path, f"set -- --batch-size 3 {flag} other; . slurm/job.sh; echo on")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{flag}: set NAME or RUNS before sbatch")
+
+
 @pytest.mark.parametrize(
     ("limit", "preempted", "seconds", "is_queued_again"),
     [

@@ -243,14 +243,6 @@ def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> Non
     assert [verdict["differences"] for verdict in verdicts] == [[]]
 
 
-def test_flags_that_the_scripts_need_for_themselves_are_refused(
-    cluster: Slurm, folder: Path
-) -> None:
-    job = submit(cluster, "ddp_srun.sbatch", folder, f"{SMALL} --name other")
-    wait_for_end(cluster, job, folder, "FAILED")
-    assert "--name: set NAME or RUNS before sbatch" in Path(f"{folder}.log").read_text()
-
-
 @pytest.mark.parametrize("script", ["horovod_mpirun.sbatch", rarely("ddp_srun.sbatch")])
 def test_a_cancelled_job_leaves_nothing(script: str, cluster: Slurm, folder: Path) -> None:
     job = submit(cluster, script, folder, LONG, "--ntasks-per-node", "1")
