@@ -106,11 +106,6 @@ def write_program(path: Path, text: str) -> Path:
     return path
 
 
-def same(values: torch.Tensor) -> torch.Tensor:
-    """Any collective in a world of one."""
-    return values
-
-
 def in_ranks(size: int, run: Callable[[int, Callable], Any]) -> list[Any]:
     """run(rank, sum_over_ranks) in as many threads as there are ranks; what each returned."""
     meeting, given = threading.Barrier(size, timeout=30), dict[int, torch.Tensor]()
