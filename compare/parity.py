@@ -26,9 +26,8 @@ from tyro.conf import Positional
 
 from compare.evidence.tensors import Parity, compare_ranks, compare_runs
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
-from compare.plan.options import split_words_at_dashes
 from compare.plan.plan import Plan, Words
-from compare.plan.plan_file import check_plan
+from compare.plan.plan_file import check_plan, split_words_at_dashes
 from compare.running.checks import check_tools
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
 from recipe.command import run_tool
@@ -107,6 +106,7 @@ def run_both(live: Live, trainer_flags: list[str]) -> list[Path]:
     arguments = ("--keep-checkpoints", "0", "--tensor-steps", steps, "--max-steps", steps)
     plan = Plan(
         configurations=tuple(dict.fromkeys(live.configurations)),
+        measure="runs",
         workers=(live.workers,),
         trainer_arguments=Words(
             (*arguments, *trainer_flags)

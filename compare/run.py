@@ -17,29 +17,44 @@ import argparse
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
+from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import path_from_here, shell_lines
-from compare.plan.hosts import check_logins
-from compare.plan.options import check_trainers, command_words, make_plan, parse_options
-from compare.plan.plan import Plan, percentage
-from compare.plan.plan_file import list_plans
-from compare.plan.plan_json import plan_differences, plan_record, read_plan, write_plan
+from compare.plan.hosts import SLURM, most_on_a_host, read_allocation
+from compare.plan.plan import FIELDS, KEYS, Plan, Words, meta_of, percentage
+from compare.plan.plan_file import (
+    FIELD_OF,
+    check_plan,
+    flag_of,
+    list_plans,
+    plan_differences,
+    plan_record,
+    read_plan,
+    read_plan_file,
+    split_words_at_dashes,
+    take_hostfile,
+    typed,
+    write_plan,
+)
 from compare.running import checks
-from compare.running.checks import GIB, check_tools, missing_for
+from compare.running.checks import check_tools, missing_for
 from compare.running.comparison import (
     block_folder,
     checked_record,
@@ -53,15 +68,62 @@ from compare.running.comparison import (
     show_outcome,
 )
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
-from compare.running.sides import MeasurementError
-from compare.running.tune import tune, tuning_plan
-from recipe.command import run_main
+from compare.running.scheduler import MeasurementError
+from compare.running.tune import TUNING_ROUNDS, tune, tuning_plan
+from recipe.command import Flags, add_flags, parser_of, run_main
 from recipe.errors import UserError, refuse
+from recipe.settings.config import are_digits, check, read_flags
+from recipe.settings.flags import flag_name, last_value, without_flag
 
+SCRIPT = "compare/run.py"
 RUNS = Path("runs")
-ON_GPUS = "square-nccl"
-GIB_EACH = 9  # a side of it, on each GPU: 5 are what the backward pass needs (41 MiB an image)
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
+# What a flag takes the place of in a plan file, beside its own key.
+REPLACED = {
+    "blocks": ("until_interval", "minutes"),
+    "until_interval": ("blocks",),
+    "minutes": ("blocks",),
+    "null": ("pairs",),
+}
+# The first field of each group of flags.
+GROUPS = {
+    "configurations": "what is compared",
+    "workers": "with how many workers, and where",
+    "measure": "how speed is measured, and how long",
+    "seed": "the runs",
+}
+
+
+# Flags that are no part of a plan: those of the task, and how it is done.
+TASK: Flags = {
+    "plan": {"nargs": "?", "metavar": "plan", "help": "a ready plan's name or a plan file (TOML; "
+             "compare/plans/ has them; or the plan.json of a comparison, to repeat it); flags win "
+             "over it"},
+    "--list-plans": {"action": "store_true", "help": "show the ready plans, and nothing else"},
+    "--tune": {"type": Path, "metavar": "FILE", "help": "do not compare, but search for the "
+               "settings with which each engine exchanges gradients fastest here, and write them "
+               "into this file, for the trainers' --knobs"},
+    "--rounds": {"dest": "tuning_rounds", "type": int, "metavar": "N", "help": "with --tune: in "
+                 "how many blocks the values of a knob take turns with the best one so far "
+                 f"(default: {TUNING_ROUNDS})"},
+}  # fmt: skip
+PROCEDURE: Flags = {
+    "--hostfile": {"metavar": "FILE", "help": "hosts, in lines of the form 'name "
+                   "slots=N', in place of --hosts"},
+    "--no-warm-up": {"dest": "warm_up", "action": "store_false", "help": "leave out the short run "
+                     "of each engine before the first measured one"},
+    "--out": {"type": Path, "metavar": "DIR", "help": "the comparison's folder; one that exists is "
+              "continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
+              "this plan unfinished)"},
+    "--new": {"action": "store_true", "help": "start afresh, even if this plan is unfinished"},
+    "--dry-run": {"action": "store_true", "help": "print the commands, and nothing else"},
+    "--strict": {"action": "store_true", "help": "do not start when something would make the "
+                 "result worthless (other load, unequal threads, ...), where otherwise a warning "
+                 "is printed"},
+}  # fmt: skip
+
+
+# The command.
 
 
 def answer(argv: list[str]) -> int:
@@ -80,10 +142,8 @@ def answer(argv: list[str]) -> int:
         check_tools(plan)
     folder = choose_folder(plan, options)
     if options.dry_run:
-        print("\n".join(dry_run_lines(plan, folder, options.warm_up, options.block)))
+        print("\n".join(dry_run_lines(plan, folder, options.warm_up)))
         return 0
-    if not plan.side:
-        check_logins(plan.most_ranks, plan.hosts, {one.launcher for one in plan.members()})
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.default_int_handler)
@@ -133,20 +193,17 @@ def take_default_plan(options: argparse.Namespace) -> None:
     if any(named) or any((options.null, options.tune, options.hosts, options.hostfile)):
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
-    options.plan = ON_GPUS if gpus else "square"
+    options.plan = "square-nccl" if gpus else "square"
     if gpus:
         options.workers = options.workers or [str(min(2, gpus))]
 
 
 def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan with what can run here, and say so: without the configurations whose engine
-    or transport is not installed, or for which the GPUs are too few or too small, unless nothing
-    would be left, or the command line names some."""
+    or transport is not installed, unless nothing would be left, or the command line names some."""
     if plan.side:
         return plan
     missing = {name: missing_for(plan.known()[name]) for name in plan.configurations}
-    if options.plan == ON_GPUS and (reason := too_few(plan)):
-        missing |= {name: missing[name] or reason for name in plan.configuration}
     there = tuple(name for name, reason in missing.items() if not reason)
     gone = tuple(name for name, reason in missing.items() if reason)
     if not gone or not there or options.configurations or options.configuration:
@@ -158,33 +215,20 @@ def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
     return replace(plan, configurations=there, judged_pairs=pairs, left_out=gone)
 
 
-def too_few(plan: Plan) -> str | None:
-    """Say why not all sides of the plan for GPUs make sense on this machine's; None: they do."""
-    if max(plan.workers) == 1:
-        return "One worker sends no gradients: their wire format makes no difference."
-    found, needed = checks.gpu_bytes() / GIB, GIB_EACH * len(plan.configurations)
-    text = f"All sides at once need {needed} GiB of memory on each GPU; these have {found:.0f} GiB."
-    return text if found < needed else None
-
-
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a second run.py out of the folder; the lock ends with this process, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as lock:
+    with (folder / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.seek(0)
             raise UserError(
-                f"{folder} is being written by process {lock.read().strip() or 'unknown'}: wait "
-                "for its end, or start another comparison with --new"
+                f"{folder} is being written by another run.py: wait for its end, or start another "
+                "comparison with --new"
             ) from None
         except OSError as error:
             print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run.py")
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
         try:
             yield
         finally:
@@ -212,14 +256,13 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
     is_cold = missing(plan.runs(), folder) or not any(g.blocks for g in measured(plan, folder))
     if options.warm_up and is_cold and not warm_up(plan, folder):
         return 1
-    return carry_out(plan, folder, options.block, argv)
+    return carry_out(plan, folder, argv)
 
 
-def carry_out(plan: Plan, folder: Path, block: int | None, argv: list[str]) -> int:
-    """Make whole runs, then blocks until enough is known; return the exit code. `block` names the
-    only block that is wanted."""
-    is_measured, failed = True, make_missing(plan.runs(), plan, folder, block)
-    if block is None and not failed:
+def carry_out(plan: Plan, folder: Path, argv: list[str]) -> int:
+    """Make whole runs, then blocks until enough is known; return the exit code."""
+    is_measured, failed = True, make_missing(plan.runs(), plan, folder)
+    if not failed:
         try:
             plan, failed = measure(plan, folder)
         except MeasurementError as error:
@@ -250,12 +293,9 @@ def print_outlook(plan: Plan, folder: Path) -> None:
     print(f"{runs}into {folder}; blocks {how}: {plan.blocks or until}")
 
 
-def dry_run_lines(
-    plan: Plan, folder: Path, with_warm_up: bool, block: int | None = None
-) -> list[str]:
+def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
     """Return shell lines that do what run.py does; they can be pasted as they are."""
-    runs = plan.warm_up_runs() if with_warm_up else []
-    runs += [run for run in plan.runs() if block in (None, run.block)]
+    runs = [*(plan.warm_up_runs() if with_warm_up else []), *plan.runs()]
     lines = [shlex.join(run.command((folder / run.folder).parent)) for run in runs]
     if plan.measure == "turns" and plan.pairs():
         lines.append("# then, in each block of turns, these at once:")
@@ -284,6 +324,162 @@ def warm_up(plan: Plan, folder: Path) -> bool:
             return False
         print_line(f"{label}   {duration(outcome.seconds)}, thrown away")
     return True
+
+
+# Its flags, derived from Plan, and the plan that they and a plan file make.
+
+
+def parse_options(argv: list[str], about: str) -> argparse.Namespace:
+    """Read the flags; what stands after the first `--` is the trainers'. A flag that says something
+    about the plan bears the name of its key and is None where it was not given."""
+    own, trainer = split_words_at_dashes(argv)
+    parser = parser_of(
+        SCRIPT,
+        about,
+        TASK,
+        usage=f"python {SCRIPT} [plan] [flags] [-- flags of the trainers]",
+        allow_abbrev=False,
+    )
+    group: Any = parser
+    for field in FIELDS:
+        meta, key = meta_of(field.type), field.encode_name
+        if key in GROUPS:
+            group = parser.add_argument_group(GROUPS[key])
+        if meta.description:
+            kind, metavar = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
+            more = {
+                bool: {"action": "store_const", "const": True},
+                dict: {"action": "append", "metavar": metavar, "type": partial(named, key)},
+                tuple: {"nargs": "+", "metavar": metavar},
+                typing.Literal: {"choices": typing.get_args(kind)},
+            }.get(typing.get_origin(kind) or kind, {"metavar": metavar})
+            group.add_argument(
+                flag_of(field), dest=key, help=meta.description.replace("%", "%%"), **more
+            )
+    add_flags(parser.add_argument_group("how it is done"), PROCEDURE)
+    return parser.parse_args(own, argparse.Namespace(arguments_after_dashes=trainer))
+
+
+def named(key: str, text: str) -> tuple[str, Any]:
+    """Read what a flag says of a thing with a name: `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a
+    configuration; `NAME=[copies=N] [VARIABLE=VALUE ...] command`, a script of a user's own;
+    `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin."""
+    if key in ("goals", "margins"):
+        pair, _, value = text.rpartition("=")
+        return pair, value
+    name, _, rest = text.partition("=")
+    words, variables = shlex.split(rest), dict[str, str]()
+    if key == "case":
+        return name, {"flags": words}
+    base = words.pop(0) if key == "configuration" and words else ""
+    while words and (found := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
+        variables[found[1]] = found[2]
+        del words[0]
+    if key == "configuration":
+        return name, {"base": base, "flags": words, "environment": variables}
+    copies = variables.pop("copies", 1)
+    return name, {"command": words, "environment": variables, "copies": copies}
+
+
+NAMED = ("configuration", "case", "side", "goals", "margins")
+
+
+def given_table(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the flags say about the plan, by the keys of a plan file."""
+    given = {key: getattr(options, key, None) for key in KEYS}
+    table = {key: value for key, value in given.items() if value is not None}
+    for key in NAMED:
+        names = [name for name, _ in table.get(key, ())]
+        for name in {name for name in names if names.count(name) > 1}:
+            raise UserError(f"{flag_of(FIELD_OF[key])} {name}: is given twice; name each once")
+    table |= {key: dict(table[key]) for key in NAMED if key in table}
+    if "pairs" in table:
+        table["pairs"] = [text.split(":") for text in table["pairs"]]
+    take_hostfile(table)
+    return table
+
+
+def merged(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return what a plan file says with what the flags say on top of it."""
+    replaced = {other for key in given for other in REPLACED.get(key, ())}
+    table = {key: value for key, value in file.items() if key not in replaced} | given
+    if "configuration" in given:
+        table["configuration"] = {**file.get("configuration", {}), **given["configuration"]}
+        if "configurations" not in given:
+            chosen = file.get("configurations", DEFAULT_CONFIGURATIONS)
+            table["configurations"] = [*chosen, *given["configuration"]]
+    if "side" in given:
+        table["side"] = {**file.get("side", {}), **given["side"]}
+        if "configurations" not in given:
+            table["configurations"] = list(table["side"])
+    if "configurations" in given and "pairs" in table and "pairs" not in given:
+        chosen = set(given["configurations"])
+        table["pairs"] = [pair for pair in file["pairs"] if chosen.issuperset(pair)]
+    return table
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan of the file, if one is named, with what the flags say on top of it."""
+    file = read_plan_file(options.plan) if options.plan else {}
+    after_dashes = options.arguments_after_dashes
+    plan = typed(merged(file, given_table(options)), Plan, strict=False)
+    words = list(plan.trainer_arguments)
+    if last_value(words, "--data") == "digits" and not are_digits(after_dashes):
+        words = without_flag(words, "--preset")  # other images have their own
+    plan = replace(
+        plan,
+        configurations=tuple(dict.fromkeys(plan.configurations)),
+        workers=tuple(sorted(set(plan.workers))),
+        trainer_arguments=Words((*words, *after_dashes)),
+        allocation=read_allocation() if plan.named_hosts == SLURM else None,
+    )
+    check_plan(plan)
+    refuse((
+        options.tuning_rounds is not None and options.tune is None,
+        f"--rounds {options.tuning_rounds}: belongs to --tune; here give --blocks",
+    ))  # fmt: skip
+    if plan.side:
+        return plan
+    most = most_on_a_host(max(plan.workers), plan.hosts)
+    return replace(plan, trainer_arguments=with_defaults(plan.trainer_arguments, most))
+
+
+def with_defaults(trainer_arguments: Sequence[str], most_workers: int) -> Words:
+    """Add what a comparison sets for the trainers, unless the user set it.
+
+    `--threads`, the cores divided by the most workers on a host: by the trainers' own rule one
+    worker would get all cores and each of two half of them, and a worker's work would not be the
+    same. And no checkpoints: they are not measured, and would fill the disk.
+    """
+    given = {flag_name(word) for word in trainer_arguments}
+    threads = max(1, len(os.sched_getaffinity(0)) // most_workers)
+    added = {"--threads": str(threads), "--keep-checkpoints": "0"}
+    more = (word for pair in added.items() if pair[0] not in given for word in pair)
+    return Words((*trainer_arguments, *more))
+
+
+def check_trainers(plan: Plan) -> None:
+    """Raise UserError if a trainer would refuse its flags, before the first run finds that out.
+    SystemExit after a value that they do not know, or --help: their parser has answered then."""
+    program, runs = f"python {path_from_here(SCRIPT)} --", plan.block(1)
+    for engine, arguments in dict.fromkeys((r.configuration.engine, r.arguments) for r in runs):
+        try:
+            config, *_ = read_flags(
+                engine, plan.workers[0], list(arguments), talk=True, program=program
+            )
+            for workers in plan.workers[1:]:
+                check(config, engine, workers)
+        except UserError as error:
+            raise UserError(f"the trainers refuse their flags: {error}") from None
+
+
+def command_words(argv: list[str], folder: Path) -> list[str]:
+    """Return the command that goes on in this very folder, from the flags of the first one."""
+    own, trainer = split_words_at_dashes(argv)
+    own = [word for word in own if word not in ("--new", "--dry-run")]
+    if not any(word == "--out" or word.startswith("--out=") for word in own):
+        own = ["--out", str(folder), *own]
+    return ["python", path_from_here(SCRIPT), *own, *(["--"] if trainer else []), *trainer]
 
 
 main = partial(run_main, "compare/run.py", answer, interrupted="stopped before the first run")

@@ -15,9 +15,9 @@ from compare.evidence.chain import reseal
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import Case, OwnConfiguration, Plan, Share, Words
-from compare.plan.plan_json import END, read_plan
-from compare.running.sides import MeasurementError, Program
+from compare.plan.plan import Case, OwnConfiguration, Plan, Run, Share, Words
+from compare.plan.plan_file import END, read_plan
+from compare.running.scheduler import MeasurementError
 from recipe.files import write_json
 from recipe.record.schema import Environment, Summary
 
@@ -160,28 +160,28 @@ class MadeUpBlocks:
     scatters. It notes what it has measured. A side of the name `fails` fails; `error`, if there is
     one, comes after so many blocks."""
 
-    def __init__(self, speed: Callable[[Program], float], scatter: float) -> None:
+    def __init__(self, speed: Callable[[Run], float], scatter: float) -> None:
         self.speed, self.scatter, self.disturbed, self.fails = speed, scatter, 0.0, ""
         self.error: BaseException | None = None
         self.error_after = 0
         self.folders, self.orders = list[Path](), list[tuple[str, ...]]()
 
     def __call__(
-        self, sides: Sequence[Program], rounds: int, folder: Path, number: int, *_: Any,
+        self, sides: Sequence[Run], plan: Plan, folder: Path, number: int, *_: Any,
         seal: Callable[[dict[str, Any]], dict[str, Any]], **__: Any,
     ) -> Block:  # fmt: skip
         if self.error is not None and len(self.folders) >= self.error_after:
             raise self.error
-        if self.fails in [side.name for side in sides]:
+        if self.fails in [side.side for side in sides]:
             raise MeasurementError(f"{self.fails} ended with exit code 1", self.fails)
         noise = random.Random(number)  # the same in every folder
         speeds = [
-            (side.name, at, self.speed(side) * noise.lognormvariate(0.0, self.scatter))
-            for at in range(rounds)
+            (side.side, at, self.speed(side) * noise.lognormvariate(0.0, self.scatter))
+            for at in range(plan.rounds)
             for side in sides
         ]
         turns = tuple(Turn(name, at, 64 / speed, 64, 0.001) for name, at, speed in speeds)
-        order, seconds = tuple(side.name for side in sides), 60.0 + self.disturbed
+        order, seconds = tuple(side.side for side in sides), 60.0 + self.disturbed
         block = Block(number, order, turns, seconds=seconds, disturbed_seconds=self.disturbed)
         folder.mkdir(parents=True)
         write_json(folder / "block.json", seal(asdict(block)))

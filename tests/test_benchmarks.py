@@ -27,10 +27,10 @@ from compare.evidence.paired import Estimate
 from compare.evidence.reading import read_block
 from compare.page.tables import goals_tables, table_text
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.options import make_plan, parse_options
+from compare.plan.plan import Run
+from compare.run import make_plan, parse_options
 from compare.running import take_turns
-from compare.running.scheduler import make_turn
-from compare.running.sides import Program, side_of
+from compare.running.scheduler import make_turn, shown
 from recipe.data.image_folder import Listing, list_images
 from recipe.errors import UserError
 from recipe.settings.config import Config
@@ -110,14 +110,13 @@ def test_each_plan_is_valid_and_starts_what_is_there(path: Path, monkeypatch) ->
     page = (ROOT / "docs/performance.md").read_text()
     assert f"`{path.stem}`" in page
     for one in plan.in_order(1, "", plan.groups()[0][1]):
-        side = side_of(one, plan, Path("/f"))
-        words = side.command(Path("/f"), by_turns=True)
+        words = one.command(Path("/f"))
         assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
         assert not any("{" in word for word in words)
-        launcher = {"torchrun": "ddp-torchrun", "mpirun": "ddp-mpi"}.get(words[0])
+        launcher = {"torchrun": "ddp-torchrun", "mpirun": "ddp-mpi"}.get(words[1])
         if plan.side and launcher:  # the words by which a comparison starts two ranks
-            assert words[: len(own := CONFIGURATIONS[launcher].launch_words(2, None))] == own
-        assert side.copies == 1 or "alone" in side.name
+            assert words[1 : len(own := CONFIGURATIONS[launcher].launch_words(2, None)) + 1] == own
+        assert one.configuration.copies == 1 or "alone" in one.side
 
 
 def test_flags_copies_and_folder_of_a_side() -> None:
@@ -130,11 +129,10 @@ def test_flags_copies_and_folder_of_a_side() -> None:
     words += ["--goals", "a:b=0.9", "--steps", "7", "--turns", "3", "--warm-up-steps", "9"]
     plan = make_plan(parse_options([*words, "--", "--lr", "1"], ""))
     assert (plan.goals, plan.pairs(), plan.rounds) == ({"a:b": 0.9}, [("a", "b")], 3)
-    sides = [side_of(one, plan, Path("/block")) for one in plan.in_order(1, "", 0)]
-    (side,) = [one for one in sides if one.name == "a"]
-    assert (side.copies, side.steps, side.warm_up, side.environment) == (2, 7, 9, {"X": "1"})
-    assert side.command(Path("/f"), by_turns=True) == ["python", "a.py", "--lr", "1", "--to", "/f"]
-    assert side.shown().endswith("# 2 of them at once")
+    assert (plan.steps, plan.warm_up_steps) == (7, 9)
+    (side,) = [one for one in plan.in_order(1, "", 0) if one.side == "a"]
+    assert side.command(Path("/f")) == ["env", "X=1", "python", "a.py", "--lr", "1", "--to", "/f"]
+    assert shown(side).endswith("# 2 of them at once")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +175,8 @@ def test_a_trainer_without_instruments_takes_turns() -> None:
     told = client.trained(session, None)
     assert told["phases"] == {}
     told |= {"seconds": 1.0, "busy": 1.0, "cpu_seconds": 1.0, "window": 1.0, "images": 16}
-    side = Program("off", ("python",), ("p.py",), 8, steps=2)
-    assert make_turn(side, 0, 0.0, [Mock(copy=0, machine=0, measured=told)], 1.0).phases == {}
+    side = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, arguments=("--batch-size", "8"))
+    assert make_turn(side, 2, 0, 0.0, [Mock(copy=0, machine=0, measured=told)], 1.0).phases == {}
 
 
 @pytest.fixture

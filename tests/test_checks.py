@@ -16,7 +16,7 @@ import pytest
 from pynvml import NVMLError
 
 from compare.plan.environment import REMOVED_VARIABLES
-from compare.plan.options import make_plan, parse_options
+from compare.run import make_plan, parse_options
 from compare.running import checks
 from compare.running.checks import Finding, check_host, judged
 

@@ -21,7 +21,7 @@ from compare.evidence.records import (
 from compare.page.findings import Report, notices
 from compare.page.formats import as_page
 from compare.plan.plan import Plan, Run
-from compare.plan.plan_json import plan_record, write_plan
+from compare.plan.plan_file import plan_record, write_plan
 from recipe.errors import UserError
 from recipe.record.schema import Input, Phases, Settings
 

@@ -24,7 +24,7 @@ from launching import marked, rarely, read_json, wait_until
 from records import a_summary
 
 from compare import run
-from compare.plan import plan_json
+from compare.plan import plan_file
 from compare.plan.configurations import Configuration
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.plan import Plan
@@ -84,7 +84,7 @@ DRIVER = """
 import sys
 from compare import run
 from compare.running import checks, comparison, launch
-from compare.plan import configurations, plan_json
+from compare.plan import configurations, plan_file
 configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
 checks.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.take_default_plan = lambda options: None
@@ -95,7 +95,7 @@ run.checks.find_warnings = lambda plan, folder: (
 launch.GRACE_SECONDS = 1.0
 # Not the real digest: somebody may be at work on the trainers while the tests run.
 digests = iter("aab" if "--sources-change" in sys.argv else "a" * 99)
-plan_json.trainers_sha256 = lambda: "a"
+plan_file.trainers_sha256 = lambda: "a"
 comparison.sources_sha256 = lambda plan: next(digests)
 sys.exit(run.main(sys.argv[1:]))
 """
@@ -105,7 +105,7 @@ sys.exit(run.main(sys.argv[1:]))
 REPLACED = [
     (Configuration, "launcher_words"), (checks, "has_horovod"), (launch, "GRACE_SECONDS"),
     *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
-    (plan_json, "trainers_sha256"), (comparison, "sources_sha256"),
+    (plan_file, "trainers_sha256"), (comparison, "sources_sha256"),
     (checks, "find_warnings"),
 ]  # fmt: skip
 
@@ -345,7 +345,7 @@ def test_two_do_not_write_to_one_comparison(comparing):
     words = (*SMALL, "--", "--hang", "block-1/ddp-torchrun-1")
     first = comparing.start(*words)
     comparing.wait_for("out/block-1/ddp-torchrun-1/hangs")
-    assert f"out is being written by process {first.pid}" in comparing.run(*words, code=2)
+    assert "out is being written by another run.py" in comparing.run(*words, code=2)
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=30)
 

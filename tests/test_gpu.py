@@ -21,9 +21,10 @@ import torch
 from launching import ROOT, TRAINERS, read_json, run
 
 from benchmarks.programs.trainer import RANDOM_IMAGES
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.plan import Plan, Run
 from compare.running import checks
 from compare.running.scheduler import Scheduler
-from compare.running.sides import Program
 from tools.make_jpegs import JPEGS, jpegs_folder
 
 pytestmark = [
@@ -201,13 +202,13 @@ def test_stopped_neighbour(dry: bool, tmp_path: Path, note: Note) -> None:
     """A side's speed alone and beside one that is stopped, in turns of each kind: that costs less
     than 1 %, beyond the noise."""
     flags = f"{WORK} {RANDOM_IMAGES} --batch-size 64 --precision bf16 {SMALL if dry else ''}"
-    program = (TRAINERS["ddp"], *flags.split(), "--log-dir", "{folder}", "--name", "run")
-    one = Program("one", ("python",), program, 4 if dry else 64, 3 if dry else 40)
+    one = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, arguments=tuple(flags.split()))
+    other = replace(one, configuration=replace(one.configuration, name="other"))
     turns = range(4 if dry else 12)
-    with Scheduler(tmp_path / "stopped") as scheduler:
+    with Scheduler(tmp_path / "stopped", Plan(steps=3 if dry else 40)) as scheduler:
         scheduler.start(one)
         alone = [scheduler.take_turn(one, n).images_per_second for n in turns]
-        scheduler.start(replace(one, name="other"))
+        scheduler.start(other)
         beside = [scheduler.take_turn(one, n).images_per_second for n in turns]
     ratio = fmean(beside) / fmean(alone)
     error = math.hypot(*(stdev(own) / fmean(own) / len(turns) ** 0.5 for own in (alone, beside)))

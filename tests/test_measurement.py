@@ -1,7 +1,5 @@
 """Blocks of turns until enough is known: made-up turns in the place of measured ones."""
 
-import math
-import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +8,11 @@ from msgspec.structs import replace
 from records import MadeUpBlocks
 
 from compare import run as run_module
-from compare.plan import plan_json
+from compare.plan import plan_file
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
-from compare.plan.options import make_plan, parse_options
 from compare.plan.plan import Case, Plan
-from compare.plan.plan_json import write_plan
+from compare.plan.plan_file import write_plan
+from compare.run import parse_options
 from compare.running import comparison
 from compare.running.comparison import (
     checked_record,
@@ -22,7 +20,7 @@ from compare.running.comparison import (
     measured,
     resumed,
 )
-from compare.running.sides import MeasurementError, NoTurns, Program
+from compare.running.scheduler import MeasurementError
 
 FIRST, SECOND = DEFAULT_CONFIGURATIONS
 
@@ -30,13 +28,9 @@ FIRST, SECOND = DEFAULT_CONFIGURATIONS
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     """DDP is 1.1 times as fast as Horovod."""
-    bench = MadeUpBlocks(lambda side: 1100.0 if side.name.startswith("ddp") else 1000.0, 0.01)
+    bench = MadeUpBlocks(lambda side: 1100.0 if side.side.startswith("ddp") else 1000.0, 0.01)
     monkeypatch.setattr(comparison, "run_block", bench)
-    sides = {"launcher": (), "program": (), "images_per_step": 64}
-    monkeypatch.setattr(
-        comparison, "side_of", lambda run, plan, place: Program(run.configuration.name, **sides)
-    )
-    monkeypatch.setattr(plan_json, "trainers_sha256", lambda: "a")
+    monkeypatch.setattr(plan_file, "trainers_sha256", lambda: "a")
     return bench
 
 
@@ -134,7 +128,7 @@ def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
     assert not bench.folders
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MeasurementError, NoTurns])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MeasurementError])
 def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, bench, tmp_path):
     plan = replace(PLAN, blocks=3)
     measure(replace(plan, blocks=1), tmp_path)
@@ -145,22 +139,6 @@ def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, benc
     measure(replace(plan, order_seed=None), tmp_path)  # the folder's own is taken
     assert [path.name for path in bench.folders] == ["block-1", "block-2", "block-3"]
     assert bench.orders[0] != bench.orders[1] == bench.orders[2]
-
-
-def test_where_nothing_can_stand_still_whole_runs_are_measured_and_that_is_said(
-    bench, tmp_path, capsys, monkeypatch
-):
-    made = []
-    monkeypatch.setattr(comparison, "make_missing", lambda runs, *_: made.append(len(runs)) or runs)
-    bench.error = NoTurns("they do not fit")
-    plan = measure(replace(PLAN, full_runs=1), tmp_path)
-    assert plan.measure == "runs" and made == [4]
-    told = capsys.readouterr().out
-    assert "warning: not by turns: they do not fit. Whole runs" in told
-    assert "several times as wide" in told
-    record = read_json(tmp_path / "plan.json")
-    assert record["measure"] == "runs" and len(record["warnings"]) == 1
-    assert resumed(PLAN, tmp_path).measure == "runs"  # the same command goes on
 
 
 @pytest.mark.parametrize(("gpus", "words", "plan", "workers"), [
@@ -178,18 +156,3 @@ def test_without_a_plan_the_engines_are_compared_over_each_transport(
     options = parse_options(words, "")
     run_module.take_default_plan(options)
     assert (options.plan, options.workers) == (plan, workers)
-
-
-@pytest.mark.parametrize(("workers", "gib", "sides", "reason"), [
-    (1, 80, 2, "wire format makes no difference"), (2, 24, 2, "need 36 GiB .* have 24 GiB"),
-    (2, 80, 4, ""), (8, math.inf, 4, ""),
-])  # fmt: skip
-def test_the_sides_on_gpus_are_as_many_as_make_sense(
-    workers, gib, sides, reason, monkeypatch, capsys
-):
-    monkeypatch.setattr(run_module, "missing_for", lambda one: None)
-    monkeypatch.setattr(run_module.checks, "gpu_bytes", lambda: gib * 2**30)
-    options = parse_options(["square-nccl", "--workers", str(workers)], "")
-    plan = run_module.leave_out_missing(make_plan(options), options)
-    assert len(plan.names) == sides and len(plan.pairs()) == {2: 1, 4: 4}[sides]
-    assert re.search(reason, capsys.readouterr().err)

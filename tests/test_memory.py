@@ -8,9 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import ROOT
+from launching import ROOT, TRAINERS
 
-from compare.plan.plan import TRAINERS
 from compare.running.launch import Launches, last_step
 
 FLAGS = (

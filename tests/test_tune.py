@@ -15,12 +15,10 @@ from compare.evidence.paired import estimate_ratio
 from compare.evidence.records import load_comparison
 from compare.evidence.verdicts import judge
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.options import parse_options
 from compare.plan.plan import Run
-from compare.plan.plan_json import plan_differences, plan_record
-from compare.run import main
+from compare.plan.plan_file import plan_differences, plan_record
+from compare.run import main, parse_options
 from compare.running import tune as tune_module
-from compare.running.sides import Program
 from compare.running.tune import Values, commented, free_knobs, knobs_for, tuning_plan
 from recipe.errors import UserError
 from recipe.settings.knobs import Knobs, knobs_text, read_knobs
@@ -135,11 +133,11 @@ def test_what_a_search_refuses(words: list[str], told: str) -> None:
 # --------------------------------------------------------------------------- with made-up blocks
 
 
-def speed_of(side: Program) -> float:
+def speed_of(side: Run) -> float:
     """A bucket of 50 makes DDP 1.3 times as fast, a cycle of 0.5 Horovod twice."""
-    words = shlex.join(side.program)
+    words = shlex.join(side.command(Path("x")))
     speed = 130.0 if "--bucket-cap-mb 50" in words else 100.0
-    return speed * (2 if "HOROVOD_CYCLE_TIME=0.5" in side.launcher else 1)
+    return speed * (2 if "HOROVOD_CYCLE_TIME=0.5" in words else 1)
 
 
 @pytest.fixture
@@ -147,7 +145,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     blocks = MadeUpBlocks(speed_of, 0.001)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("compare.running.comparison.run_block", blocks)
-    monkeypatch.setattr("compare.plan.plan_json.trainers_sha256", lambda: "as it is")
+    monkeypatch.setattr("compare.plan.plan_file.trainers_sha256", lambda: "as it is")
     monkeypatch.setattr(run_module.checks, "find_warnings", lambda plan, folder: [])
     monkeypatch.setattr(run_module, "check_tools", lambda plan: None)
     cycle = {value: Knobs({}, {"HOROVOD_CYCLE_TIME": value}) for value in ("0.5", "9")}

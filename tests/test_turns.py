@@ -25,23 +25,22 @@ from records import a_block
 from compare.evidence import turns
 from compare.evidence.turns import Turn, quiet_load
 from compare.plan.blocks import DELAY
-from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.configurations import CONFIGURATIONS, SCRIPT, Configuration
 from compare.plan.environment import ROOT
-from compare.plan.plan import Run
+from compare.plan.plan import Plan, Run
 from compare.running import scheduler as scheduler_module
 from compare.running import take_turns
 from compare.running.checks import missing_for
 from compare.running.processes import marked_processes
 from compare.running.scheduler import (
+    MEANINGS,
     NO_ROOM,
-    NO_TURNS,
+    MeasurementError,
     Rank,
     Scheduler,
     make_turn,
     run_block,
-    with_steps,
 )
-from compare.running.sides import MeasurementError, NoTurns, Program, training_side
 from compare.running.take_turns import State, receive, send
 from recipe import start
 from recipe.record.schema import PHASES
@@ -50,9 +49,18 @@ from recipe.watch import engine_timeout
 from recipe.world import read_world
 
 
-def side(**changes: object) -> Program:
-    values = {"name": "x", "launcher": ("python",), "program": ("p.py",), "images_per_step": 8}
-    return Program(**{**values, "steps": 5, **changes})  # type: ignore[arg-type]
+def side(name: str = "x", *command: str, **changes: Any) -> Run:
+    """A script of a user's own."""
+    return Run(1, Configuration(name, SCRIPT, SCRIPT, command=command or ("p",), **changes), 0, 1)
+
+
+def trainer(name: str = "ddp-torchrun", flags: str = "--batch-size 8", **changes: Any) -> Run:
+    one = replace(CONFIGURATIONS[name], **changes)
+    return Run(1, one, 2, 1, arguments=(*flags.split(), "--no-cuda", "--threads", "1"))
+
+
+PLAN = Plan(steps=5, rounds=2)
+SMALL = "--arch shufflenet_v2_x0_5 --train-crop-size 16 --batch-size 4"
 
 
 # ------------------------------------------------------------------------------ what turns come to
@@ -89,29 +97,29 @@ class MadeUp(Scheduler):
     quiet_cores = 0.25
 
     def __init__(self, pace: dict[str, float], *loads: float) -> None:
-        self.pace, self.loads = pace, list(loads)
+        self.pace, self.loads, self.plan = pace, list(loads), Plan(rounds=2)
 
     def take_turn(
-        self, side: Program, round_: int, purpose: turns.Purpose = "speed", **how: bool
+        self, side: Run, round_: int, purpose: turns.Purpose = "speed", **how: bool
     ) -> Turn:
         load = self.loads.pop(0) if self.loads else 0.0
-        seconds = self.pace[side.name] * side.steps
-        return Turn(side.name, round_, seconds, 1.0, 1.0, load, purpose=purpose)
+        seconds = self.pace[side.side] * self.steps
+        return Turn(side.side, round_, seconds, 1.0, 1.0, load, purpose=purpose)
 
 
 def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
-    sides = [side(name="quick", steps=0), side(name="slow", steps=0), side(name="usual", steps=7)]
-    made, trials = with_steps(MadeUp({"quick": 0.02, "slow": 1.0, "usual": 0.1}), sides)
-    assert [one.steps for one in made] == [5, 5, 7]
+    scheduler = MadeUp({"quick": 0.02, "slow": 1.0, "usual": 0.1})
+    trials = scheduler.find_steps([side("quick"), side("slow"), side("usual")])
+    assert scheduler.steps == 5
     assert [(one.side, one.purpose) for one in trials] == [
         ("quick", "trial"), ("slow", "trial"), ("usual", "trial"),
     ]  # fmt: skip
 
 
 def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones() -> None:
-    pair, lines = [side(name="a"), side(name="b")], list[str]()
-    scheduler = MadeUp({"a": 1.0, "b": 2.0}, 0.5, 0.1, 0.2, 0.9, 0.8, 0.7, 0.6)
-    taken, seconds = scheduler.take_rounds(pair, 2, 0.0, lines.append)
+    scheduler, lines = MadeUp({"a": 1.0, "b": 2.0}, 0.5, 0.1, 0.2, 0.9, 0.8, 0.7, 0.6), list[str]()
+    scheduler.steps = 1
+    taken, seconds = scheduler.take_rounds([side("a"), side("b")], 0.0, lines.append)
     assert [(t.side, t.round, t.other_load, t.purpose) for t in taken] == [
         ("a", 0, 0.5, "disturbed"), ("a", 0, 0.1, "speed"), ("b", 0, 0.2, "speed"),
         ("b", 1, 0.9, "disturbed"), ("b", 1, 0.8, "disturbed"), ("b", 1, 0.7, "disturbed"),
@@ -137,20 +145,20 @@ def ranks(*each: tuple[int, float, float, float, str]) -> list[Rank]:
 def test_what_ranks_measure_comes_to_a_turn() -> None:
     # Ranks that train together count by their mean, CPU time as that of the lead-in, too.
     together = ranks((0, 2.4, 1.5, 4.5, "a"), (0, 2.6, 2.0, 4.2, "a"))
-    turn = make_turn(side(ranks=2, images_per_step=16), 3, 7.0, together, 3.5)
+    turn = make_turn(trainer(), 5, 3, 7.0, together, 3.5)
     assert (turn.round, turn.seconds, turn.began) == (3, 2.5, 7.0)
     found = (turn.images_per_second, turn.cpu_seconds_per_image, turn.other_load)
     assert found == pytest.approx((5 * 16 / 2.5, 3.5 / 96, (4.5 - 3.5) / 3.1), abs=1e-3)
     # Independent copies add up.
     copies = ranks((0, 2.0, 2.0, 9.0, "a"), (1, 4.0, 3.0, 9.0, "a"))
-    turn = make_turn(side(copies=2), 0, 0.0, copies, 5.0)
+    turn = make_turn(side(copies=2), 5, 0, 0.0, copies, 5.0)
     found = (turn.images_per_second, turn.cpu_seconds_per_image)
     assert found == pytest.approx((40 / 2 + 40 / 4, 5 / 96))
     # Machines have cores of their own.
     apart = ranks((0, 2.5, 1.0, 1.0, "a"), (0, 2.5, 2.0, 3.5, "b"))
-    assert make_turn(
-        side(ranks=2, images_per_step=16), 0, 0.0, apart, 3.0
-    ).other_load == pytest.approx(0.5)
+    assert make_turn(trainer(), 5, 0, 0.0, apart, 3.0).other_load == pytest.approx(0.5)
+    with pytest.raises(MeasurementError, match="counted 80 images in 4 steps of 16"):
+        make_turn(trainer(), 4, 0, 0.0, apart, 3.0)
 
 
 @pytest.mark.parametrize("delay", [0, 0.25])
@@ -201,11 +209,10 @@ for step in range(10**9):
 """
 
 
-def script_side(folder: Path, name: str, text: str = COUNTS, **changes: object) -> Program:
+def script_side(folder: Path, name: str, text: str = COUNTS, **changes: Any) -> Run:
     script = folder / f"{name}.py"
     script.write_text(text)
-    program = (str(script),)
-    return side(name=name, launcher=(sys.executable,), program=program, joins=True, **changes)
+    return side(name, sys.executable, str(script), **changes)
 
 
 @pytest.mark.parametrize("over_hosts", [False, True])
@@ -215,18 +222,18 @@ def test_sides_take_turns_and_leave_nothing(
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
     monkeypatch.setenv("LAUNCH_MARK", str(tmp_path))
     sides = [
-        script_side(tmp_path, "one", steps=0, over_hosts=over_hosts),
-        script_side(tmp_path, "pair", steps=4, copies=2),
+        replace(script_side(tmp_path, "one"), hosts="a.invalid:1" if over_hosts else None),
+        script_side(tmp_path, "pair", copies=2),
     ]
     lines: list[str] = []
     folder = tmp_path / "block-1"
-    found = run_block(sides, 2, folder, 1, lines.append, 0.0)
+    found = run_block(sides, Plan(rounds=2), folder, 1, lines.append, 0.0)
     assert marked(str(tmp_path)) == []
     assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
     assert [(turn.side, turn.round) for turn in found.of("speed")] == [
         ("one", 0), ("pair", 0), ("pair", 1), ("one", 1),
     ]  # fmt: skip
-    assert found.steps["pair"] == 4 and found.steps["one"] >= 1
+    assert found.steps["pair"] == found.steps["one"] >= 1
     for turn in found.of("speed"):
         assert turn.seconds >= found.steps[turn.side] * 0.01
         assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
@@ -238,15 +245,13 @@ def test_on_gpus_a_side_warms_up_alone(tmp_path: Path, monkeypatch: pytest.Monke
     """Where there is none, the next one starts meanwhile."""
     others, start_side = list[set[State]](), scheduler_module.start_side
 
-    def spy(
-        side: Program, command: list[str], folder: Path, launches: Scheduler, *more: Any
-    ) -> Any:
+    def spy(side: Run, folder: Path, launches: Scheduler, who: str) -> Any:
         others.append({rank.state for rank in launches.ranks})
-        return start_side(side, command, folder, launches, *more)
+        return start_side(side, folder, launches, who)
 
     monkeypatch.setattr(scheduler_module, "visible_gpus", lambda: 1)
     monkeypatch.setattr(scheduler_module, "start_side", spy)
-    with Scheduler(tmp_path / "block-1") as scheduler:
+    with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(*(script_side(tmp_path, name) for name in ("one", "two", "three")))
     assert others == [set(), {State.PAUSED}, {State.PAUSED}]
 
@@ -256,7 +261,7 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
 ) -> None:
     """Else torch's monitor of NCCL aborts a side after 480 s."""
     text = f"import json, os, sys\njson.dump(dict(os.environ), sys.stderr, indent=0)\n{COUNTS}"
-    with Scheduler(tmp_path / "block-1") as scheduler:
+    with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(script_side(tmp_path, "one", text))
         written = (tmp_path / "block-1/one/0/output.log").read_text()
     for name in ("HOROVOD_GLOO_TIMEOUT_SECONDS", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
@@ -273,15 +278,17 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
 
 
 def test_a_known_delay_is_found(tmp_path: Path) -> None:
-    late = script_side(tmp_path, "late", steps=10, environment={DELAY: "0.5"})
-    sides = [script_side(tmp_path, "usual", steps=10), late]
-    block = run_block(sides, 3, tmp_path / "block-1", 1, print, 0.0)
+    sides = [
+        script_side(tmp_path, "usual"),
+        script_side(tmp_path, "late", environment={DELAY: "0.5"}),
+    ]
+    block = run_block(sides, Plan(rounds=3, steps=10), tmp_path / "block-1", 1, print, 0.0)
     assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
     hello = {"side": "x", "copy": 0, "number": 0, "host": "a", "machine": "a", "cores": 2}
-    with Scheduler(tmp_path / "block-1") as scheduler, ThreadPoolExecutor(1) as pool:
+    with Scheduler(tmp_path / "block-1", PLAN) as scheduler, ThreadPoolExecutor(1) as pool:
         host, _, port = scheduler.address.rpartition(":")
         for key in (None, b"another", scheduler.key):
             accepted = pool.submit(scheduler.accept)
@@ -297,9 +304,9 @@ def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
 def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
     one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "at-start", "exit('alas')")
     with pytest.raises(MeasurementError, match=r"^at-start ended with exit code 1:\n  \| alas"):
-        run_block([one, dies], 2, tmp_path / "block-1", 1, print)
+        run_block([one, dies], PLAN, tmp_path / "block-1", 1, print)
     dies = script_side(tmp_path, "later")
-    with Scheduler(tmp_path / "block-1") as scheduler:
+    with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(one, dies)
         scheduler.take_turn(dies, 0)
         scheduler.copies["later", 0].send_signal(signal.SIGKILL)
@@ -314,10 +321,12 @@ def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
 MEASURES = """
 import sys, time
 from pathlib import Path
-from compare.running.sides import Program
+from compare.plan.configurations import SCRIPT, Configuration
+from compare.plan.plan import Plan, Run
 from compare.running.scheduler import Scheduler
-with Scheduler(Path(sys.argv[2])) as scheduler:
-    scheduler.start(Program("one", (sys.executable,), (sys.argv[1],), joins=True))
+script = Configuration("one", SCRIPT, SCRIPT, command=(sys.executable, sys.argv[1]))
+with Scheduler(Path(sys.argv[2]), Plan(steps=5)) as scheduler:
+    scheduler.start(Run(1, script, 0, None))
     print(scheduler.copies["one", 0].pid, scheduler.watchdog.pid, flush=True)
     time.sleep(600)
 """
@@ -354,7 +363,7 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
     ],
 )
 def test_what_has_no_room_beside_others_says_so(line: str) -> None:
-    assert next(NO_TURNS[sign] for sign in NO_TURNS if sign in line) == NO_ROOM
+    assert next(MEANINGS[sign] for sign in MEANINGS if sign in line) == NO_ROOM
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:
@@ -365,22 +374,10 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
     sides = [script_side(tmp_path, "one"), script_side(tmp_path, "large", text)]
     for attempt in (1, 2):
         log = tmp_path / f"block-1.failed-{attempt}/large/0/output.log"
-        said = "do not fit into the GPU's memory at once: large ended(.|\n)*not now\n  all of it: "
-        with pytest.raises(NoTurns, match=f"{said}{re.escape(str(log))}$"):
-            run_block(sides, 1, tmp_path / "block-1", 1, print)
+        said = "large ended .* memory at once: --measure runs(.|\n)*not now\n  all of it: "
+        with pytest.raises(MeasurementError, match=f"{said}{re.escape(str(log))}$"):
+            run_block(sides, PLAN, tmp_path / "block-1", 1, print)
         assert log.exists()
-
-
-def test_a_planned_run_as_a_side() -> None:
-    arguments = ("--arch", "resnet18", "--batch-size", "8", "--batches-per-allreduce", "2")
-    run = Run(1, CONFIGURATIONS["ddp-mpirun"], 2, 7, arguments=(*arguments, "--max-steps", "9"))
-    made = training_side(run, Path("/a/block-1"))
-    assert (made.name, made.ranks, made.images_per_step) == ("ddp-mpirun", 2, 32)
-    assert made.launcher[0] == "mpirun" and not made.over_hosts
-    assert made.program[-2:] == ("--max-steps", "9") and "--seed" in made.program
-    elsewhere = training_side(replace(run, hosts="a.invalid:1,b.invalid:1"), Path("/a/block-1"))
-    command = " ".join(elsewhere.command(Path("/f"), by_turns=True))
-    assert command.startswith("mpirun -x COMPARE_RUN -x COMPARE_SCHEDULER ")
 
 
 # ------------------------------------------------------------------------------ real launchers
@@ -395,17 +392,11 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
     """MPI's polling threads, Horovod's background thread and loader workers are stopped, too; and
     all go on afterwards."""
-    training = (
-        "--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
-        "--workers", "1", "--max-steps", "5",
-    )  # fmt: skip
-    names = ("horovod-mpi", "horovod-gloo", "mpi4py-mpirun")  # ddp-torchrun: test_measurement.py
-    known = [CONFIGURATIONS[name] for name in names if not missing_for(CONFIGURATIONS[name])]
-    folder = tmp_path / "block-1"
-    sides = [training_side(Run(1, one, 2, 1, arguments=training), folder) for one in known]
-    with Scheduler(folder) as scheduler:
+    names = ("horovod-mpi", "horovod-gloo", "mpi4py-mpirun")
+    known = [name for name in names if not missing_for(CONFIGURATIONS[name])]
+    sides = [trainer(name, f"{SMALL} --workers 1 --max-steps 5") for name in known]
+    with Scheduler(tmp_path / "block-1", Plan(steps=2)) as scheduler:
         scheduler.start(*sides)
-        steps, _ = with_steps(scheduler, sides)
         everything = marked_processes(scheduler.mark)
         stopped = [one for one in everything if one.status() == psutil.STATUS_STOPPED]
         assert len(stopped) >= 4 * len(sides)  # two ranks, and a loader worker of each
@@ -413,8 +404,8 @@ def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
         time.sleep(5.0)
         assert cpu_seconds(stopped) == of_stopped
         assert cpu_seconds(everything) - before < 0.5  # of launchers, which only wait
-        for one in steps:
-            assert scheduler.take_turn(replace(one, steps=2), 0).images_per_second > 0
+        for one in sides:
+            assert scheduler.take_turn(one, 0).images_per_second > 0
     assert not marked_processes(scheduler.mark)
 
 
@@ -427,12 +418,9 @@ DistributedDataParallel.forward = lambda network, *images: network.module(*image
 
 @pytest.mark.launch
 def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) -> None:
-    training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--batch-size", "4",
-                "--no-cuda", "--threads", "1")  # fmt: skip
-    folder, skips = tmp_path / "block-1", tmp_path / "skips"
-    run = Run(1, CONFIGURATIONS["ddp-torchrun"], 2, 1, arguments=training)
-    honest = replace(training_side(run, folder), steps=2)
-    block = run_block([honest], 3, folder, 1, print)
+    folder, skips, plan = tmp_path / "block-1", tmp_path / "skips", Plan(steps=2, rounds=3)
+    honest = trainer(flags=SMALL)
+    block = run_block([honest], plan, folder, 1, print)
     assert {turn.images for turn in block.turns} == {16}
     assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
         block.of("ablation")
@@ -441,6 +429,6 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     assert all(turn.phases.keys() == set(PHASES) for turn in block.turns)
     skips.mkdir()
     (skips / "sitecustomize.py").write_text(SKIPS)
-    cheat = replace(honest, environment={"PYTHONPATH": str(skips)})
+    cheat = trainer(flags=SMALL, environment={"PYTHONPATH": str(skips)})
     with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
-        run_block([cheat], 3, tmp_path / "block-2", 2, print)
+        run_block([cheat], plan, tmp_path / "block-2", 2, print)

@@ -26,7 +26,7 @@ from compare.evidence.reading import (
 from compare.evidence.turns import Block
 from compare.plan.configurations import ENGINES, PEERS, Configuration
 from compare.plan.plan import Outcome, Run, turns_place
-from compare.plan.plan_json import PlanRecord, read_plan
+from compare.plan.plan_file import PlanRecord, read_plan
 from recipe.errors import UserError, refuse
 from recipe.record.schema import Environment, EvalLine, Settings
 

@@ -1,5 +1,5 @@
-"""What is to be run: the plan (plan.py), its file and what is not valid in it (plan_file.py), its
-flags (options.py), plan.json (plan_json.py); configurations, hosts, blocks, each run's command.
+"""What is to be run: the plan (plan.py), its file and what is not valid in it (plan_file.py);
+configurations, hosts, blocks, each run's command.
 
 Enters: what can be said before the first run. Not: processes, results.
 """

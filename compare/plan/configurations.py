@@ -1,14 +1,12 @@
 """The ways to start an engine: launchers, their flags, and what they take to other hosts."""
 
-import hashlib
 import os
-import socket
+import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from compare.plan.environment import set_variables, steering_variables
 from compare.plan.hosts import (
-    is_here,
     is_only_here,
     placement,
     used_hosts,
@@ -120,9 +118,13 @@ class Configuration:
         network = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
         return network | self.environment
 
-    def launch_words(self, workers: int, hosts: str | None, job: str = "compare") -> list[str]:
+    @property
+    def assignments(self) -> list[str]:
+        """These, as env(1) takes them."""
+        return [f"{name}={value}" for name, value in self.variables.items()]
+
+    def launch_words(self, workers: int, hosts: str | None) -> list[str]:
         """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.
-        `job` is what tells torchrun this start from others on the same hosts.
 
         No launcher binds a process to a core: horovodrun asks mpirun for `--bind-to none` and
         torchrun never binds, so a bare mpirun and srun must be told the same. Nor may mpirun count
@@ -132,10 +134,10 @@ class Configuration:
         Variables reach the ranks by themselves on this host. On others, horovodrun passes all of
         them on, and so does srun; mpirun only those that it is told.
         """
-        own = [f"{name}={value}" for name, value in self.variables.items()]
-        return [*(["env", *own] if own else []), *self.launcher_words(workers, hosts, job)]
+        env = ["env", *self.assignments] if self.variables else []
+        return [*env, *self.launcher_words(workers, hosts)]
 
-    def launcher_words(self, workers: int, hosts: str | None, job: str) -> list[str]:
+    def launcher_words(self, workers: int, hosts: str | None) -> list[str]:
         """Return the launcher and its flags."""
         workers += self.trained_by.servers  # a launcher knows no difference
         n = str(workers)
@@ -148,7 +150,7 @@ class Configuration:
                     "torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", n
                 ]  # fmt: skip
             assert hosts is not None
-            return self.torchrun_words(placement(workers, hosts), job)
+            return self.torchrun_words(placement(workers, hosts))
         if self.launcher == "srun":
             return ["srun", "--ntasks", n, *self.srun_words(workers, hosts), "python"]
         on_hosts = [] if hosts is None else ["-H", used_hosts(workers, hosts)]
@@ -160,10 +162,10 @@ class Configuration:
         placed = here if hosts is None else [*on_hosts, *self.placing_words()]
         return ["mpirun", "-np", n, *placed, *MPIRUN_OF_HOROVODRUN, "python"]
 
-    def torchrun_words(self, placed: dict[str, int], job: str) -> list[str]:
+    def torchrun_words(self, placed: dict[str, int]) -> list[str]:
         """Return what starts torchrun once on each host: by mpirun, which reaches them by ssh and
         ends with them. The ranks meet at the first host, by torchrun's own rendezvous, under an id
-        and at a port of this job's own: jobs that share both would form one training."""
+        and at a port by lot: jobs that share both would form one training."""
         first, *_ = placed
         on_each = set(placed.values())
         if len(on_each) > 1:
@@ -176,8 +178,8 @@ class Configuration:
         return [
             "mpirun", "-np", str(len(placed)), "-H", one_each, *self.placing_words(),
             "torchrun", "--nnodes", str(len(placed)), "--nproc-per-node", str(on_each.pop()),
-            "--rdzv-id", job, "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", f"{first}:{rendezvous_port(first, job)}",
+            "--rdzv-id", secrets.token_hex(6), "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"{first}:{secrets.choice(RENDEZVOUS_PORTS)}",
         ]  # fmt: skip
 
     def srun_words(self, workers: int, hosts: str | None) -> list[str]:
@@ -203,24 +205,6 @@ class Configuration:
         names = sorted(needed | steering_variables().keys() | self.variables.keys())
         exported = [word for name in names for word in ("-x", name)]
         return ["--bind-to", "none", "--map-by", "slot", *exported]
-
-
-def rendezvous_port(host: str, job: str) -> int:
-    """Return the port at which the job's torchruns meet on `host`: by its id, and a free one if
-    the host is this one."""
-    first = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
-    count = len(RENDEZVOUS_PORTS)
-    ports = (RENDEZVOUS_PORTS[(first + tried) % count] for tried in range(count))
-    return next(port for port in ports if not is_here(host) or is_free(port))
-
-
-def is_free(port: int) -> bool:
-    """Tell whether no process of this host listens at a port."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 CONFIGURATIONS = {

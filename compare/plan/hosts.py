@@ -12,25 +12,19 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 
 from recipe.errors import UserError
-from recipe.world import LAUNCHERS, NO_LAUNCHER, tasks_per_node
+from recipe.world import tasks_per_node
 
 MPIRUN_VARIABLE = "OMPI_MCA_plm_rsh_args"
 # No password prompt, at which a launcher would wait for ever, and an end behind a firewall.
 NEVER_ASKING = "-o BatchMode=yes -o ConnectTimeout=10"
-# Where one of these is set, mpirun starts its daemons without ssh: by Slurm, PBS or LSF, or by an
-# agent that the user names, who then knows how hosts are reached.
-WITHOUT_SSH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_plm_rsh_agent")
 # What ssh and launchers take for a name, and never for an option, such as -F or -oProxyCommand, by
 # which a hostfile could run a program.
 HOST_NAME = r"[A-Za-z0-9_][\w.@-]*"
-LOGIN_SECONDS = 30  # ConnectTimeout does not limit a login that hangs
 SLURM = "slurm"  # in place of hosts: those of the allocation that run.py was started in
 
 
@@ -139,37 +133,6 @@ def ssh_flags() -> str:
 def ssh_words(host: str, command: str) -> list[str]:
     """Return what runs a command, in a shell's words, on another host."""
     return ["ssh", *shlex.split(ssh_flags()), "--", host, command]
-
-
-def check_logins(workers: int, hosts: str | None, launchers: Collection[str]) -> None:
-    """Raise UserError if a host that gets some of the workers cannot be reached by ssh, and one of
-    the launchers reaches it so."""
-    by_ssh = {"ssh"} if any(name in os.environ for name in WITHOUT_SSH) else {"ssh", "agent"}
-    if hosts is None or not any(
-        LAUNCHERS.get(name, NO_LAUNCHER).reaches in by_ssh for name in launchers
-    ):
-        return
-    away = [name for name in placement(workers, hosts) if not is_here(name)]
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        problems = dict(zip(away, pool.map(login_problem, away), strict=True))
-    lines = [f"{host}: {said}; {ssh_remedy(host, said)}" for host, said in problems.items() if said]
-    if lines:
-        text = "\n    ".join(["nothing was started, because ssh does not reach all hosts:", *lines])
-        raise UserError(text)
-
-
-def login_problem(host: str) -> str:
-    """Return why no one can log in to a host; "" if one can."""
-    try:
-        done = subprocess.run(
-            ssh_words(host, "true"), stdin=subprocess.DEVNULL, capture_output=True,
-            errors="replace", timeout=LOGIN_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"no answer within {LOGIN_SECONDS} s"
-    except FileNotFoundError:
-        return "there is no ssh on the PATH"
-    return last_line(done) if done.returncode else ""
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -2,7 +2,7 @@
 
 What stands on a field (its type with bounds, its help, whether it identifies a comparison) makes
 the keys of a plan file, the flags of run.py, plan.json, and the differences between two plans
-(options.py, plan_json.py). A plan file names the fields:
+(compare/run.py, plan_file.py). A plan file names the fields:
 
     question = "What do 16 bits on the wire bring?"
     time = "about 5 minutes on 2 cores"
@@ -31,7 +31,6 @@ Or scripts of a user's own, which call compare/side.py, in place of configuratio
 """
 
 import dataclasses
-import hashlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -41,13 +40,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from compare.plan.blocks import DELAY, ROUNDS, balanced, side_by_side
 from compare.plan.configurations import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
-    ENGINES,
     SCRIPT,
     Configuration,
 )
@@ -57,7 +54,6 @@ from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole
 from recipe.settings.flags import flag_name, last_value
 
-TRAINERS = {name: engine.trainer for name, engine in ENGINES.items()}
 # Flags by which run.py itself steers a trainer, and what the user is told instead.
 RESERVED_FLAGS = {
     "--log-dir": "the plan sets where each run is written: use --out DIR before the --",
@@ -152,6 +148,11 @@ class Run:
         return f"{self.configuration.name}-{self.workers}"
 
     @property
+    def side(self) -> str:
+        """Its name beside those with which it takes turns."""
+        return self.configuration.name
+
+    @property
     def cell(self) -> str:
         """What is repeated in each block."""
         return f"{self.case}/{self.name}" if self.case else self.name
@@ -165,29 +166,30 @@ class Run:
     def leaves_this_host(self) -> bool:
         return not is_only_here(self.workers + self.configuration.trained_by.servers, self.hosts)
 
-    def command(self, log_dir: Path) -> list[str]:
-        """Return the command for the current directory, as a person would type it there."""
-        if self.configuration.command:
-            own = [f"{name}={value}" for name, value in self.configuration.variables.items()]
-            folder = str(log_dir / self.name)
-            words = [word.replace("{folder}", folder) for word in self.configuration.command]
-            return [*(["env", *own] if own else []), *words]
-        trainer = path_from_here(TRAINERS[self.configuration.engine])
-        words = self.trainer_words(str(log_dir), self.name)
-        return [*self.launch_words(log_dir / self.name), trainer, *words]
+    @property
+    def is_script(self) -> bool:
+        """Whether it starts a script of a user's own, which says when a step has ended."""
+        return bool(self.configuration.command)
 
-    def launch_words(self, folder: Path) -> list[str]:
-        """Return the words before the trainer's path; by its folder torchrun tells this start from
-        others."""
-        job = hashlib.sha256(str(folder.resolve()).encode(errors="surrogateescape")).hexdigest()[
-            :12
-        ]
-        return self.configuration.launch_words(self.workers, self.hosts, job)
+    @property
+    def ablates(self) -> bool:
+        """Whether its trainer can leave out the exchange of gradients."""
+        is_adasum = "--use-adasum" in map(flag_name, self.arguments)
+        return self.configuration.trained_by.ablates and not is_adasum
 
-    def trainer_words(self, log_dir: str, name: str) -> list[str]:
-        """Return the words behind the trainer's path."""
+    def command(self, log_dir: Path, name: str = "", through: Sequence[str] = ()) -> list[str]:
+        """Return the command for the current directory, as a person would type it there. `name`: of
+        the trainer's folder; `through`: the script, if there is one, that is to run the trainer."""
+        own = self.configuration
+        if own.command:
+            words = [word.replace("{folder}", str(log_dir)) for word in own.command]
+            return ["env", *own.assignments, *words]
         seed = [] if self.seed is None else ["--seed", str(self.seed)]
-        return ["--log-dir", log_dir, "--name", name, *seed, *self.arguments]
+        return [
+            *own.launch_words(self.workers, self.hosts), *through,
+            path_from_here(own.trained_by.trainer), "--log-dir", str(log_dir),
+            "--name", name or self.name, *seed, *self.arguments,
+        ]  # fmt: skip
 
 
 Status = Literal["completed", "failed", "timed out", "not run", "interrupted", "unreadable"]
@@ -531,10 +533,6 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             return 0
         whole = self.blocks or max(1, self.blocks_there)
         return self.full_runs if self.measure == "turns" else whole
-
-    def in_whole_runs(self) -> "Plan":
-        """Return the plan as it is carried out where nothing can be measured by turns."""
-        return replace(self, measure="runs", full_runs=1, blocks_there=self.full_runs)
 
     def runs(self) -> list[Run]:
         """Return all whole runs, block by block."""

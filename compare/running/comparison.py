@@ -33,7 +33,7 @@ from compare.evidence.stopping import (
 from compare.evidence.turns import Block
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
-from compare.plan.plan_json import (
+from compare.plan.plan_file import (
     PlanRecord,
     plan_differences,
     plan_record,
@@ -52,7 +52,6 @@ from compare.running.launch import (
     utc_now,
 )
 from compare.running.scheduler import run_block
-from compare.running.sides import NoTurns, side_of
 from recipe.errors import UserError
 from recipe.files import write_json
 from recipe.record.schema import Summary
@@ -60,7 +59,6 @@ from recipe.record.schema import Summary
 REACH_QUESTION = (
     "do its workers reach each other? `python compare/doctor.py --hosts ...` tests the networks"
 )
-NO_TURNS = "not by turns: "  # begins the warning of a plan that could not be as it was meant
 
 
 def resumed(plan: Plan, folder: Path) -> Plan:
@@ -70,8 +68,6 @@ def resumed(plan: Plan, folder: Path) -> Plan:
     if not path.exists():
         return plan
     old = read_plan(path)
-    if any(line.startswith(NO_TURNS) for line in old.warnings):
-        plan = plan.in_whole_runs()
     order_seed = old.order_seed if plan.order_seed is None else plan.order_seed
     return replace(plan, order_seed=order_seed, blocks_there=old.blocks_there)
 
@@ -135,12 +131,7 @@ def measure(plan: Plan, folder: Path) -> tuple[Plan, list[Run]]:
     while not (reason := reason_to_end(plan, groups)):
         check_sources(plan, folder)
         if plan.measure == "turns":
-            try:
-                measure_block(plan, folder, groups)
-            except NoTurns as error:
-                if plan.side or all(group.blocks for group in groups):
-                    raise  # what could take turns before has failed for another reason
-                plan = give_up_turns(plan, folder, str(error))
+            measure_block(plan, folder, groups)
         else:
             plan = replace(plan, blocks_there=plan.run_blocks + 1)
             write_plan(folder / "plan.json", checked_record(plan, folder))
@@ -153,20 +144,6 @@ def measure(plan: Plan, folder: Path) -> tuple[Plan, list[Run]]:
                 print_line("   ".join(parts).rstrip())
     print_line(ending_text(plan, groups, reason))
     return plan, []
-
-
-def give_up_turns(plan: Plan, folder: Path, reason: str) -> Plan:
-    """Say why whole runs are measured instead, here and in plan.json; return the plan of them."""
-    warning = (
-        f"{NO_TURNS}{reason}. Whole runs are measured instead, one after the other. Where others "
-        "use the machine, too, their intervals are several times as wide: on two cores +-39 % in "
-        "place of +-5 %, after as many minutes. Another comparison, with --new, tries turns again"
-    )
-    print_line(f"warning: {warning}")
-    plan, old = plan.in_whole_runs(), read_plan(folder / "plan.json")
-    old = replace(old, measure=plan.measure, full_runs=plan.full_runs)
-    write_plan(folder / "plan.json", replace(old, warnings=(*old.warnings, warning)))
-    return plan
 
 
 def is_complete(folder: Path) -> bool:
@@ -229,23 +206,20 @@ def is_finished(plan: Plan, folder: Path) -> bool:
 
 
 def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
-    """Measure the next block of turns; raises NoTurns where there can be none, MeasurementError
-    where a side fails."""
+    """Measure the next block of turns; raises MeasurementError where a side fails."""
     group = next_group(plan, groups)
     number = group.blocks + 1
-    runs = plan.in_order(number, group.case, group.workers)
     so_far = [*ratio_texts(group), time_left(plan, groups)]
     place = block_folder(folder, group.case, group.workers, number)
     path = place.with_name(f"block-{number - 1}") / "block.json"
     before = read_object(path)["digest"] if path.exists() else ""
     label = block_label(group, number)
     run_block(
-        [side_of(run, plan, place) for run in runs],
-        plan.rounds,
+        plan.in_order(number, group.case, group.workers),
+        plan,
         place,
         number,
         report=lambda text: print_live([f"{label}, {text}", *so_far]),
-        timeout=plan.timeout,
         seal=partial(sealed, comparison=folder, folder=place, before=before),
     )
 
@@ -296,11 +270,10 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
     return text
 
 
-def make_missing(runs: list[Run], plan: Plan, folder: Path, block: int | None = None) -> list[Run]:
-    """Start those of the runs that are not complete, one after the other; return which failed.
-    `block` names the only block that is wanted."""
+def make_missing(runs: list[Run], plan: Plan, folder: Path) -> list[Run]:
+    """Start those of the runs that are not complete, one after the other; return which failed."""
     failed = []
-    for run in [run for run in missing(runs, folder) if block in (None, run.block)]:
+    for run in missing(runs, folder):
         check_sources(plan, folder)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run_label(run, plan)}"
@@ -335,10 +308,10 @@ def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: flo
         print_line(f"{label}{shown}   {ending:>6}")
         return
     reason = f"exit code {outcome.exit_code}{'' if outcome.exit_code else ', but no summary.json'}"
+    step = (last_step(folder / "metrics.jsonl") or {"step": 0})["step"]
     if outcome.status == "timed out":
-        step = (last_step(folder / "metrics.jsonl") or {"step": 0})["step"]
         reason = f"at step {step:,}: give a larger --timeout"
-        if step == 0 and run.leaves_this_host:
-            reason += f"; or {REACH_QUESTION}"
+    if step == 0 and run.leaves_this_host:
+        reason += f"; or {REACH_QUESTION}"
     print_line(f"{label}   {outcome.status.upper()} after {ending} ({reason})")
     print(shown_tail(folder, TAIL_INDENT), flush=True)

@@ -39,8 +39,8 @@ POLL_SECONDS = 0.5  # between two looks at a run, and updates of its line on a t
 TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
 TAIL_LINES = 20  # of a failed run's output that are shown
 TAIL_INDENT = " " * 8
-# What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one.
-TRAINERS_ERROR = re.compile(r"(\[[^]]*\](<stderr>:| ))*error: ")
+# What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one; and ssh.
+CAUSE = re.compile(r"(\[[^]]*\](<stderr>:| ))*error: |ssh: |Host key |.*Permission denied \(")
 
 
 def start_and_wait(
@@ -220,11 +220,11 @@ def print_line(text: str) -> None:
 
 def shown_tail(folder: Path, indent: str = "  ", kept: Path | None = None) -> str:
     """Return the last lines of a failed run's output, and where all of it is (`kept`: it will be in
-    that folder); first what a trainer said, if its launcher has said more than that since."""
+    that folder); first what a trainer or ssh said, if its launcher has said more since."""
     lines = (folder / "output.log").read_text(errors="replace").splitlines()
     earlier, said = lines[:-TAIL_LINES], list[str]()
     for at, line in enumerate(earlier):
-        if TRAINERS_ERROR.match(line):  # with its further mistakes, which are indented
+        if CAUSE.match(line):  # with its further mistakes, which are indented
             rest = takewhile(lambda one: one.startswith("  "), earlier[at + 1 :])
             said = [line, *rest, "..."]
             break

@@ -13,15 +13,15 @@ gradients, which shows what that costs. All turns are written down, those that d
 well, with what each trainer counted. A block's ratio of two sides is that of all their images over
 all their seconds. The unit of evidence is the block, since what chance decides once a launch (how
 pages and threads are placed) stays for all turns of it: compare/evidence/paired.py makes the
-estimate and the interval from the blocks' ratios. sides.py says what is started, take_turns.py is
-beside and inside each rank.
+estimate and the interval from the blocks' ratios. take_turns.py is beside and inside each rank.
 """
 
 import contextlib
+import functools
 import math
 import os
 import secrets
-import shutil
+import shlex
 import socket
 import struct
 import subprocess
@@ -39,8 +39,9 @@ import psutil
 
 from compare.evidence.reading import read_block
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
-from compare.plan.blocks import LEAD_IN_STEPS
-from compare.plan.environment import ROOT, run_environment
+from compare.plan.blocks import LEAD_IN_STEPS, RUN_MARK
+from compare.plan.environment import ROOT, path_from_here
+from compare.plan.plan import Plan, Run
 from compare.running.checks import visible_gpus
 from compare.running.launch import (
     Launches,
@@ -48,19 +49,23 @@ from compare.running.launch import (
     failed_folder,
     shown_tail,
 )
-from compare.running.sides import MeasurementError, NoTurns, Program
 from compare.running.take_turns import PATIENT, SCHEDULER, UNREACHABLE, State, receive, send
+from recipe.errors import UserError
 from recipe.files import replace_file, write_json
+from recipe.settings.config import read_flags
 
-LIMIT_SECONDS = 600.0  # for all sides to start and warm up, and for a turn
+TAKE_TURNS = "compare/running/take_turns.py"
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for who connects to say who it is
-NO_ROOM = "the sides do not fit into the GPU's memory at once"
+NO_ROOM = (
+    " (the sides do not fit into the GPU's memory at once: --measure runs has one after the other)"
+)
 # What a side writes that cannot take turns with others, and what that means. The first one that is
-# found counts. What is wrong otherwise with the GPU fails again in a whole run, and is told there.
-NO_TURNS = {
-    UNREACHABLE: "a host does not reach this one",
-    "busy or unavailable": "the GPU lets in one process only (its compute mode)",
+# found counts.
+MEANINGS = {
+    UNREACHABLE: " (that host does not reach this one)",
+    "busy or unavailable": " (the GPU lets in one process only, by its compute mode: --measure "
+    "runs has one after the other)",
     "out of memory": NO_ROOM,  # torch, CUDA's own name for it in NCCL and Horovod
     "STATUS_ALLOC_FAILED": NO_ROOM,  # cuBLAS, cuDNN
     "DEVICE_ALLOCATION_FAILED": NO_ROOM,  # cuDNN 9
@@ -68,10 +73,6 @@ NO_TURNS = {
     "Failed to CUDA": NO_ROOM,  # NCCL: malloc, calloc, calloc async, host alloc
     "unhandled cuda error": NO_ROOM,  # all that NCCL tells Horovod
     "bytes on device": NO_ROOM,  # DALI
-}
-TOO_EARLY = ", before all was measured: let it train on until it is ended, for more epochs say"
-# What a script of a user's own writes that cannot take part, and what that means.
-NOT_JOINED = {
     "No module named 'psutil'": ", whose Python has no psutil: `pip install psutil` there",
     "No module named 'compare'": f", whose Python does not find {ROOT}: put it on PYTHONPATH there",
     "'compare' is not a package": ", which has a compare.py of its own: rename that",
@@ -86,38 +87,46 @@ ABLATION_EVERY = 3  # rounds: then comes one without the exchange of gradients
 LISTEN_SECONDS = 0.2  # to learn what others do, while all sides are paused
 
 
+class MeasurementError(UserError):
+    """Something that keeps sides from being measured; said without a traceback. `side` is the name
+    of the one that failed."""
+
+    def __init__(self, text: str, side: str | None = None) -> None:
+        super().__init__(text)
+        self.side = side
+
+
 def run_block(
-    sides: Sequence[Program],
-    rounds: int,
+    sides: Sequence[Run],
+    plan: Plan,
     folder: Path,
     number: int,
     report: Callable[[str], None],
     patience: float = PATIENCE,
-    timeout: float = LIMIT_SECONDS,
     seal: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Block:
     """Start the sides in this order, warm them up, let them take turns, and write block.json.
 
-    A turn that others disturb is taken again, after at most `patience` seconds; at most `rounds`
-    turns of each side are, on the average. `timeout`: seconds for the start, and for a turn;
-    `seal` returns what block.json is to hold with the digests that guard it.
+    A turn that others disturb is taken again, after at most `patience` seconds; at most as many
+    turns of each side are as the plan has rounds, on the average. `seal` returns what block.json is
+    to hold with the digests that guard it.
 
-    Raises NoTurns where the sides cannot take turns, MeasurementError where one of them fails.
+    Raises MeasurementError where a side fails.
     """
-    began = time.monotonic()
-    with Scheduler(folder, sides, timeout) as scheduler:
-        report(f"starting {', '.join(side.name for side in sides)}")
+    began, order = time.monotonic(), [side.side for side in sides]
+    with Scheduler(folder, plan, sides) as scheduler:
+        report(f"starting {', '.join(order)}")
         scheduler.start(*sides)
         told = {"unit": scheduler.unit(), "facts": scheduler.facts()}
-        sides, trials = with_steps(scheduler, sides)
-        turns, disturbed = scheduler.take_rounds(sides, rounds, patience, report)
+        trials = [] if plan.steps else scheduler.find_steps(sides)
+        turns, disturbed = scheduler.take_rounds(sides, patience, report)
         measured = {
             "number": number,
-            "order": [side.name for side in sides],
-            "rounds": rounds,
-            "commands": [side.shown() for side in sides],
+            "order": order,
+            "rounds": plan.rounds,
+            "commands": [shown(side) for side in sides],
             "turns": [asdict(turn) for turn in (*trials, *turns)],
-            "steps": {side.name: side.steps for side in sides},
+            "steps": dict.fromkeys(order, scheduler.steps),
             "disturbed_seconds": round(disturbed, 3),
             "quiet_cores": scheduler.quiet_cores,
             "weights": scheduler.weights(),
@@ -149,19 +158,18 @@ class Scheduler(Launches):
     whatever ends it. If a side fails, the folder is put aside, with all output.
 
     `sides` are those that will be started; they need only be named if one of them has processes on
-    other hosts. `timeout`: seconds for all to start and warm up, and for a turn.
+    other hosts. The plan says how many steps and rounds there are, and how long all may take to
+    start and warm up, and a turn.
     """
 
-    def __init__(
-        self, folder: Path, sides: Sequence[Program] = (), timeout: float = LIMIT_SECONDS
-    ) -> None:
+    def __init__(self, folder: Path, plan: Plan, sides: Sequence[Run] = ()) -> None:
         super().__init__()
-        self.folder, self.timeout = folder, timeout
+        self.folder, self.plan, self.steps = folder, plan, plan.steps or 0
         self.aside, self.key = failed_folder(folder), secrets.token_bytes(32)
         self.listener, self.address = listen(sides)
         self.copies: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # each side's launchers
         self.ranks: list[Rank] = []
-        self.sides = dict[str, Program]()  # that were started
+        self.sides = dict[str, Run]()  # that were started
         self.on_turn = ""  # the name of the side that is; "" while sides start
 
     def __enter__(self) -> "Scheduler":
@@ -184,7 +192,7 @@ class Scheduler(Launches):
         """What others may keep busy in a turn that counts: on the smallest machine."""
         return quiet_load(min(rank.cores for rank in self.ranks))
 
-    def start(self, *sides: Program) -> None:
+    def start(self, *sides: Run) -> None:
         """Start these sides and let them make their first steps; each is paused from then on, and
         leaves the cores to the others.
 
@@ -194,7 +202,7 @@ class Scheduler(Launches):
         its kernels are the fastest, and on a GPU that others use, too, it would choose by chance.
         """
         place = f"{self.address} {self.key.hex()}"
-        started, on_gpus = list[Program](), visible_gpus() > 0
+        started, on_gpus = list[Run](), visible_gpus() > 0
         while not all(self.are(State.PAUSED, side) for side in sides):
             are_there = all(
                 self.are(State.PAUSED, side)
@@ -204,25 +212,34 @@ class Scheduler(Launches):
             )
             if are_there and len(started) < len(sides):
                 started.append(side := sides[len(started)])
-                self.sides[side.name] = side
-                for copy in range(side.copies):
-                    folder = self.folder / side.name / str(copy)
-                    command = side.command(folder.resolve(), by_turns=True)
-                    who = {SCHEDULER: f"{place} {side.name} {copy} {side.warm_up}"}
-                    self.copies[side.name, copy] = start_side(side, command, folder, self, who)
-                deadline = time.monotonic() + self.timeout
+                self.sides[side.side] = side
+                for copy in range(side.configuration.copies):
+                    folder = self.folder / side.side / str(copy)
+                    who = f"{place} {side.side} {copy} {self.plan.warm_up_steps}"
+                    self.copies[side.side, copy] = start_side(side, folder, self, who)
+                deadline = time.monotonic() + self.plan.timeout
             self.receive(deadline)
             for side in started:
                 if self.are(State.READY, side):
                     self.send(side, State.PAUSED)
 
+    def find_steps(self, sides: Sequence[Run]) -> list[Turn]:
+        """Take as many steps a turn from now on as fill it, by the pace of a trial, which is also
+        the sides' first turn with the cores to themselves. All take the same number, or the work
+        would not be the same. Return the trials."""
+        self.steps = TRIAL_STEPS
+        trials = [self.take_turn(side, 0, "trial") for side in sides]
+        pace = median(turn.seconds for turn in trials) / TRIAL_STEPS
+        self.steps = max(1, round(TURN_SECONDS / pace))
+        return trials
+
     def take_rounds(
-        self, sides: Sequence[Program], rounds: int, patience: float, report: Callable[[str], None]
+        self, sides: Sequence[Run], patience: float, report: Callable[[str], None]
     ) -> tuple[list[Turn], float]:
         """Let sides take turns, forwards and backwards alternately. Return the turns, and how many
         seconds those took that others disturbed, and waiting for quiet."""
-        turns, disturbed_seconds, most = list[Turn](), 0.0, rounds * len(sides)
-        spare = most
+        turns, disturbed_seconds, rounds = list[Turn](), 0.0, self.plan.rounds
+        spare = most = rounds * len(sides)
         for round_ in range(rounds):
             report(f"round {round_ + 1} of {rounds}, {most - spare} turns taken again")
             order = sides if round_ % 2 == 0 else sides[::-1]
@@ -239,7 +256,7 @@ class Scheduler(Launches):
                     disturbed_seconds += is_disturbed * (time.monotonic() - began)
                     if is_last or not is_disturbed:
                         break
-            if round_ % ABLATION_EVERY == ABLATION_EVERY - 1:
+            if round_ % ABLATION_EVERY == ABLATION_EVERY - 1 and not self.plan.no_phases:
                 turns += [
                     self.take_turn(side, round_, "ablation", exchange=False)
                     for side in order
@@ -247,20 +264,19 @@ class Scheduler(Launches):
                 ]
         return turns, disturbed_seconds
 
-    def take_turn(
-        self, side: Program, round_: int, purpose: Purpose = "speed", **how: bool
-    ) -> Turn:
-        """Let a side alone go on for its number of steps, and return what it measured. `how`: with
+    def take_turn(self, side: Run, round_: int, purpose: Purpose = "speed", **how: bool) -> Turn:
+        """Let a side alone go on for a turn's steps, and return what it measured. `how`: with
         `exchange` of gradients (the default), and a `digest` of the weights at its end."""
-        self.on_turn, began = side.name, time.time()
-        ask = {"steps": side.steps, "overruns": side.copies > 1, "exchange": True, "digest": False}
+        self.on_turn, began = side.side, time.time()
+        overruns = side.configuration.copies > 1
+        ask = {"steps": self.steps, "overruns": overruns, "exchange": True, "digest": False}
         ranks = self.request(side, State.RUNNING, State.READY, **ask | how)
         cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in ranks)
-        if side.copies > 1:
+        if overruns:
             # Who was done first has gone on: that, too, is the side's own load.
             self.request(side, State.READY, State.READY)
         self.request(side, State.PAUSED, State.PAUSED)
-        turn = make_turn(side, round_, round(began, 2), ranks, cpu_seconds)
+        turn = make_turn(side, self.steps, round_, round(began, 2), ranks, cpu_seconds)
         return replace(turn, purpose=purpose)
 
     def weights(self) -> dict[str, str]:
@@ -280,32 +296,32 @@ class Scheduler(Launches):
                 )
         return {side: found.pop() for (side, _), found in digests.items()}
 
-    def request(self, side: Program, wanted: State, until: State, **values: Any) -> list[Rank]:
+    def request(self, side: Run, wanted: State, until: State, **values: Any) -> list[Rank]:
         """Send all ranks of a side which state to take; return them when all are in `until`."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.plan.timeout
         self.send(side, wanted, **values)
         while not self.are(until, side):
             self.receive(deadline)
         return self.of(side)
 
-    def send(self, side: Program, wanted: State, **values: Any) -> None:
+    def send(self, side: Run, wanted: State, **values: Any) -> None:
         """Send all ranks of a side which state to take; they run until they say that they have."""
         for rank in self.of(side):
             rank.state = State.RUNNING
             send(rank.connection, wanted, **values)
 
-    def of(self, side: Program) -> list[Rank]:
+    def of(self, side: Run) -> list[Rank]:
         """Return a side's ranks that are there."""
-        return [rank for rank in self.ranks if rank.side == side.name]
+        return [rank for rank in self.ranks if rank.side == side.side]
 
-    def ranks_of(self, side: Program) -> int:
+    def ranks_of(self, side: Run) -> int:
         """Return how many ranks a side has, over all its copies, as it says or else its launchers;
         -1: not known before the first one is there."""
         sizes = {rank.copy: rank.size for rank in self.of(side)}
-        told = sum(sizes.values()) if len(sizes) == side.copies else -1
-        return side.ranks * side.copies or told
+        told = sum(sizes.values()) if len(sizes) == side.configuration.copies else -1
+        return side.workers or told
 
-    def are(self, state: State, side: Program) -> bool:
+    def are(self, state: State, side: Run) -> bool:
         """Tell whether all ranks of a side are there, and in this state."""
         states = [rank.state for rank in self.of(side)]
         return len(states) == self.ranks_of(side) and {*states} == {state}
@@ -324,10 +340,9 @@ class Scheduler(Launches):
         """Return what the first rank of each script says that it runs on, and where all are."""
         found = dict[str, Any]()
         for rank in sorted(self.ranks, key=lambda rank: rank.number):
-            joins = self.sides[rank.side].joins
-            if joins and "facts" in rank.measured and rank.side not in found:
-                ranks = sorted(self.of(self.sides[rank.side]), key=lambda one: one.number)
-                hosts = [one.host for one in ranks]
+            side = self.sides[rank.side]
+            if side.is_script and "facts" in rank.measured and rank.side not in found:
+                hosts = [one.host for one in sorted(self.of(side), key=lambda one: one.number)]
                 own = {"world_size": len(hosts), "rank_hosts": hosts, "hosts": sorted({*hosts})}
                 found[rank.side] = rank.measured["facts"] | own
         return found
@@ -340,10 +355,10 @@ class Scheduler(Launches):
                 raise self.failure(*key)
         if time.monotonic() > deadline:
             tails = [
-                f"{side}{self.lacks(side)}:\n{self.tail(side, copy)}" for side, copy in self.copies
+                f"{side}{self.joined(side)}:\n{self.tail(side, copy)}" for side, copy in self.copies
             ]
             raise MeasurementError(
-                f"not ready after the {self.timeout:.0f} s that --timeout allows; the sides last "
+                f"not ready after the {self.plan.timeout} s that --timeout allows; the sides last "
                 "wrote\n" + "\n".join(tails)
             )
         by_connection: dict[Any, Rank] = {rank.connection: rank for rank in self.ranks}
@@ -372,12 +387,12 @@ class Scheduler(Launches):
             if state is State.STARTING:
                 self.ranks.append(Rank(connection=connection, **values))
         for side in self.sides.values():
-            if side.ranks == 0 and len(self.of(side)) > self.ranks_of(side) >= 0:
+            if len(self.of(side)) > self.ranks_of(side) >= 0:
                 raise MeasurementError(
-                    f"{side.name}: {len(self.of(side))} of its processes take part, and its "
+                    f"{side.side}: {len(self.of(side))} of its processes take part, and its "
                     f"launcher's variables tell of {self.ranks_of(side)}; a script that starts its "
                     "own ranks says how many, as in Side(ranks=2)",
-                    side.name,
+                    side.side,
                 )
 
     def failure(self, side: str, copy: int, what: str = "") -> MeasurementError:
@@ -387,30 +402,21 @@ class Scheduler(Launches):
         when = "" if self.on_turn in ("", side) else " while it was paused"
         # A launcher may have said much since.
         whole = (self.folder / side / str(copy) / "output.log").read_text(errors="replace")
-        hint = next((told for sign, told in NOT_JOINED.items() if sign in whole), "")
-        if self.sides[side].joins and not code:
-            hint = hint or self.lacks(side) or TOO_EARLY
-        text = f"{side} {what}{when}{hint}:\n{self.tail(side, copy)}"
-        for sign, meaning in NO_TURNS.items():
-            if sign in whole:
-                return NoTurns(f"{meaning}: {text}", side)
-        return MeasurementError(text, side)
+        found = (meaning for sign, meaning in MEANINGS.items() if sign in whole)
+        hint = next(found, "" if code else self.joined(side))
+        return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side, copy)}", side)
 
-    def lacks(self, side: str) -> str:
-        """Say what a script of a user's own has not done yet."""
+    def joined(self, side: str) -> str:
+        """Say which ranks of a script of a user's own take part, and what such a script does."""
         one = self.sides[side]
-        if not one.joins:
+        if not one.is_script:
             return ""
-        if not self.of(one):
-            return ", and none of its processes took part: its script makes `side = Side()` first"
-        if (there := len(self.of(one))) < self.ranks_of(one):
-            return (
-                f", and {there} of its {self.ranks_of(one)} ranks took part: each makes a Side(), "
-                "or Side(ranks=N) says that there are fewer"
-            )
-        if not all(rank.measured for rank in self.of(one)):
-            return f", and made no {one.warm_up} steps: its script calls side.step() after each"
-        return ""
+        all_ = max(self.ranks_of(one), 0) or "its"
+        return (
+            f", with {len(self.of(one))} of {all_} ranks taking part: each makes one `side = "
+            "Side()`, or Side(ranks=N) says that there are fewer, calls side.step() after each "
+            "step, and trains on until it is ended, for more epochs say"
+        )
 
     def tail(self, side: str, copy: int) -> str:
         """Return the end of what a side's copy wrote, and where all of it will be."""
@@ -418,7 +424,7 @@ class Scheduler(Launches):
         return shown_tail(self.folder / place, kept=self.aside / place)
 
 
-def listen(sides: Sequence[Program]) -> tuple[socket.socket, str]:
+def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:
     """Return what agents connect to, and where they find it: a port, on this host alone if all
     sides are. Both ends prove that they know the key, which travels in the environment.
 
@@ -426,8 +432,8 @@ def listen(sides: Sequence[Program]) -> tuple[socket.socket, str]:
     the block, no more: nothing that comes in is executed.)
     """
     here, bound = ["127.0.0.1"], "127.0.0.1"
-    if any(side.over_hosts for side in sides):
-        interface = next((side.interface for side in sides if side.interface), None)
+    if any(is_over_hosts(side) for side in sides):
+        interface = next(filter(None, (side.configuration.interface for side in sides)), None)
         here = [
             address.address
             for name, addresses in psutil.net_if_addrs().items()
@@ -438,49 +444,50 @@ def listen(sides: Sequence[Program]) -> tuple[socket.socket, str]:
         ]
         if not here:
             where = f"--network-interface {interface}" if interface else "this host"
-            raise NoTurns(f"{where} has no IPv4 address that other hosts could reach")
+            raise MeasurementError(f"{where} has no IPv4 address that other hosts could reach")
         bound = here[0] if interface else ""
     listener = socket.create_server((bound, 0), backlog=64)
     return listener, f"{','.join(here)}:{listener.getsockname()[1]}"
 
 
-def start_side(
-    side: Program,
-    command: list[str],
-    folder: Path,
-    launches: Launches,
-    variables: dict[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
+def is_over_hosts(side: Run) -> bool:
+    """Tell whether some of its ranks are on other hosts, or may be."""
+    elsewhere = side.hosts is not None if side.is_script else side.leaves_this_host
+    return elsewhere or side.configuration.has_daemons
+
+
+def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subprocess.Popen[bytes]:
     """Start a side's command, its output in `folder`, which is emptied first: what an earlier call
-    left there would be taken for this one's."""
+    left there would be taken for this one's. `who` tells its ranks who they are, and to whom."""
     clear_folder(folder, keep_failure=False)
+    command = side.command(folder.resolve(), "run", [path_from_here(TAKE_TURNS)])
     # Steps of a Slurm job share its cores, rather than wait for each other's end.
-    variables = {"SLURM_OVERLAP": "1", **(variables or {}), **side.environment}
-    if side.joins:
+    variables = {"SLURM_OVERLAP": "1", SCHEDULER: who}
+    if side.is_script:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-        variables = {"PYTHONPATH": path, **PATIENT, **variables}
-    path = side.environment.get("PATH", run_environment()["PATH"])
-    if shutil.which(command[0], path=path) is None:
-        raise MeasurementError(f"{side.name}: there is no command {command[0]}", side.name)
-    return launches.launch(command, folder, variables, side.directory)
+        variables |= {"PYTHONPATH": path, **PATIENT}
+    if is_over_hosts(side) and "mpirun" in command:  # others take the environment along
+        at = command.index("mpirun") + 1
+        names = [RUN_MARK, SCHEDULER, *["PYTHONPATH"] * side.is_script]
+        command[at:at] = [word for name in names for word in ("-x", name)]
+    return launches.launch(command, folder, variables)
 
 
-def with_steps(
-    scheduler: Scheduler, sides: Sequence[Program]
-) -> tuple[Sequence[Program], list[Turn]]:
-    """Return the sides, each with the number of steps that makes a turn: by the pace of a trial,
-    which is also their first turn with the cores to themselves. All get the same number, or the
-    work would not be the same. Also return the trials."""
-    if all(side.steps for side in sides):
-        return sides, []
-    trials = [scheduler.take_turn(replace(side, steps=TRIAL_STEPS), 0, "trial") for side in sides]
-    pace = median(turn.seconds for turn in trials) / TRIAL_STEPS
-    steps = max(1, round(TURN_SECONDS / pace))
-    return [replace(side, steps=side.steps or steps) for side in sides], trials
+def shown(side: Run) -> str:
+    """The command for a reader, who may paste it."""
+    text, copies = shlex.join(side.command(Path("runs/by-hand"), "run")), side.configuration.copies
+    return text if copies == 1 else f"{text}   # {copies} of them at once"
+
+
+@functools.cache
+def images_per_step(engine: str, workers: int, arguments: tuple[str, ...]) -> int:
+    """Images between two optimizer steps, over all workers, as the trainer's flags say."""
+    config, *_ = read_flags(engine, workers, list(arguments), talk=False)
+    return config.batch_size * config.batches_per_allreduce * workers
 
 
 def make_turn(
-    side: Program, round_: int, began: float, ranks: Sequence[Rank], cpu_seconds: float
+    side: Run, steps: int, round_: int, began: float, ranks: Sequence[Rank], cpu_seconds: float
 ) -> Turn:
     """Return what a side's ranks have measured in a turn, which took all of them `cpu_seconds`.
 
@@ -494,18 +501,21 @@ def make_turn(
     for rank in ranks:
         by_copy[rank.copy].append(rank.measured)
         by_machine[rank.machine].append(rank.measured)
-    told, expected = [rank.measured for rank in ranks], side.steps * side.images_per_step
+    told = [rank.measured for rank in ranks]
     done = [sum(one["images"] for one in of_copy) for of_copy in by_copy.values()]
-    if not side.joins and any(not math.isclose(own, expected) for own in done):
-        raise MeasurementError(
-            f"{side.name}: its trainer counted {done} images in a turn of {expected}", side.name
-        )
     images = sum(done)
-    if not images > 0:
-        raise MeasurementError(f"{side.name}: its steps have done {images:g} {told[0]['unit']}")
+    if not side.is_script:
+        step = images_per_step(side.configuration.engine, side.workers, side.arguments)
+        if not math.isclose(images, steps * step):
+            raise MeasurementError(
+                f"{side.side}: its trainer counted {images} images in {steps} steps of {step}",
+                side.side,
+            )
+    elif not images > 0:
+        raise MeasurementError(f"{side.side}: its steps have done {images:g} {told[0]['unit']}")
     seconds = [mean(one["seconds"] for one in of_copy) for of_copy in by_copy.values()]
     rate = sum(own / each for own, each in zip(done, seconds, strict=True))
-    phases = [one["phases"] for one in told if one.get("phases") and not side.joins]
+    phases = [one["phases"] for one in told if one.get("phases") and not side.is_script]
     computing = [one["forward"] + one["backward"] for one in phases]
     loads = [
         (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))
@@ -513,11 +523,11 @@ def make_turn(
         for of_ranks in by_machine.values()
     ]
     return Turn(
-        side=side.name,
+        side=side.side,
         round=round_,
         seconds=images / rate,
         images=images,
-        cpu_seconds_per_image=cpu_seconds / images * side.steps / (LEAD_IN_STEPS + side.steps),
+        cpu_seconds_per_image=cpu_seconds / images * steps / (LEAD_IN_STEPS + steps),
         other_load=max(0.0, round(max(loads), 3)),
         began=began,
         phases={name: fmean(one[name] for one in phases) for name in phases[0]} if phases else {},

@@ -18,13 +18,12 @@ from msgspec.structs import replace
 from compare.evidence.paired import Estimate
 from compare.plan.configurations import Configuration
 from compare.plan.environment import path_from_here
-from compare.plan.options import SCRIPT, TUNING_ROUNDS
 from compare.plan.plan import OwnConfiguration, Plan, Run, Words
-from compare.plan.plan_json import write_plan
+from compare.plan.plan_file import write_plan
 from compare.running import checks
 from compare.running.comparison import checked_record, measure, measured, resumed
 from compare.running.launch import print_line, utc_now
-from compare.running.sides import MeasurementError
+from compare.running.scheduler import MeasurementError
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 from recipe.settings.config import read_flags
@@ -32,6 +31,7 @@ from recipe.settings.flags import FLAGS, flag_name, spelled, without_flag
 from recipe.settings.knobs import SETTINGS, Knobs, knobs_text
 
 Values = dict[str, Knobs]  # by their names; the engine's own default is not among them
+TUNING_ROUNDS = 5
 MIB = 2**20
 ALGORITHMS = {"recursive-doubling": "3", "ring": "4", "segmented-ring": "5", "Rabenseifner": "6"}
 # By which Open MPI takes one of them; without a size the segmented ring does not cut the message.
@@ -40,7 +40,7 @@ MPI_VARIABLES = [f"OMPI_MCA_coll_tuned_{name}" for name in (
 )]  # fmt: skip
 LEAST_GAIN = 1.01  # less is not worth a line in the file
 NO_FLAGS = (
-    "block", "measure", "until_interval", "minutes", "null", "blocks", "new", "dry_run",
+    "measure", "until_interval", "minutes", "null", "blocks", "new", "dry_run",
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str])
     parts = [
         commented(
             f"Knobs of the two engines, for the trainers' --knobs. Found {utc_now()[:10]} by",
-            f"    {shlex.join(['python', path_from_here(SCRIPT), *argv])}",
+            f"    {shlex.join(['python', path_from_here('compare/run.py'), *argv])}",
             f"with {max(plan.workers)} workers on {plan.hosts or platform.node()}, in {folder}.",
             "Each gain is a ratio of speeds, value / best before it, with its 95 % interval. On",
             "another machine or network, with another model or number of workers, other values are",

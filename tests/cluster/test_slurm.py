@@ -218,24 +218,21 @@ def test_a_rank_0_that_cannot_start_ends_its_job(cluster: Slurm, folder: Path) -
 
 
 @pytest.mark.full
-def test_a_comparison_in_an_array_of_jobs(cluster: Slurm, tmp_path: Path) -> None:
-    """A block a job; the last one makes the runs for the phases."""
+def test_a_comparison_in_a_job(cluster: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "comparison"
     training = SMALL.replace("--max-steps 70", "--max-steps 20")
     command = [
-        "sbatch", "--parsable", "--wait", "--array", "1,2%1", "--ntasks-per-node", "2",
-        "--gpus-per-node", "2", "--output", f"{tmp_path}/block-%a.log", "slurm/compare.sbatch",
-        "--out", str(folder), "--workers", "4", "--measure", "runs", "--blocks", "2",
-        "--no-warm-up", "--phase-steps", "20", "--configurations", "ddp-srun", "horovod-srun",
-        "--", *training.split(),
+        "sbatch", "--parsable", "--wait", "--ntasks-per-node", "2",
+        "--gpus-per-node", "2", "--output", f"{tmp_path}/job.log", "slurm/compare.sbatch",
+        "--out", str(folder), "--workers", "4", "--measure", "runs", "--blocks", "1",
+        "--no-warm-up", "--configurations", "ddp-srun", "horovod-srun", "--", *training.split(),
     ]  # fmt: skip
     finished = cluster.run(command, 500, **ENVIRONMENT)
-    logs = [(tmp_path / f"block-{block}.log").read_text() for block in (1, 2)]
-    assert finished.returncode == 0, (finished.output, logs)
-    assert [log.count(" images/s") for log in logs] == [2, 2], "a job does one block"
-    assert [log.count("phases  ") for log in logs] == [0, 2]
+    log = (tmp_path / "job.log").read_text()
+    assert finished.returncode == 0, (finished.output, log)
+    assert log.count(" images/s") == 2
     for name in ("ddp-srun", "horovod-srun"):
-        environment = read_json(folder / f"block-2/{name}-4/environment.json")
+        environment = read_json(folder / f"block-1/{name}-4/environment.json")
         assert environment["rank_hosts"] == ["node0"] * 2 + ["node1"] * 2
     assert read_json(folder / "plan.json")["hosts"] == "slurm"
     report = cluster.run(["python", "compare/report.py", str(folder), "--json"], 60).checked()
@@ -261,15 +258,14 @@ BLOCK = """
 import sys
 from pathlib import Path
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.plan import Run
+from compare.plan.plan import Plan, Run
 from compare.running.scheduler import run_block
-from compare.running.sides import training_side
 hosts = "node0:1,node1:1"
 training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--threads", "1")
 folder, *names = sys.argv[1:]
 runs = [Run(1, CONFIGURATIONS[name], 2, 1, arguments=training, hosts=hosts) for name in names]
 place = Path(folder)
-run_block([training_side(run, place, steps=2) for run in runs], 2, place, 1, print, 0.0)
+run_block(runs, Plan(steps=2, rounds=2), place, 1, print, 0.0)
 """
 
 
