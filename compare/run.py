@@ -362,7 +362,7 @@ def parse_options(argv: list[str], about: str) -> argparse.Namespace:
 
 def named(key: str, text: str) -> tuple[str, Any]:
     """Read what a flag says of a thing with a name: `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a
-    configuration; `NAME=[copies=N] [VARIABLE=VALUE ...] command`, a script of a user's own;
+    configuration; `NAME=[VARIABLE=VALUE ...] command`, a script of a user's own;
     `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin."""
     if key in ("goals", "margins"):
         pair, _, value = text.rpartition("=")
@@ -377,8 +377,7 @@ def named(key: str, text: str) -> tuple[str, Any]:
         del words[0]
     if key == "configuration":
         return name, {"base": base, "flags": words, "environment": variables}
-    copies = variables.pop("copies", 1)
-    return name, {"command": words, "environment": variables, "copies": copies}
+    return name, {"command": words, "environment": variables}
 
 
 NAMED = ("configuration", "case", "side", "goals", "margins")

@@ -30,7 +30,7 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
 from compare.run import make_plan, parse_options
 from compare.running import take_turns
-from compare.running.scheduler import make_turn, shown
+from compare.running.scheduler import make_turn
 from recipe.data.image_folder import Listing, list_images
 from recipe.errors import UserError
 from recipe.settings.config import Config
@@ -116,13 +116,12 @@ def test_each_plan_is_valid_and_starts_what_is_there(path: Path, monkeypatch) ->
         launcher = {"torchrun": "ddp-torchrun", "mpirun": "ddp-mpi"}.get(words[1])
         if plan.side and launcher:  # the words by which a comparison starts two ranks
             assert words[1 : len(own := CONFIGURATIONS[launcher].launch_words(2, None)) + 1] == own
-        assert one.configuration.copies == 1 or "alone" in one.side
 
 
-def test_flags_copies_and_folder_of_a_side() -> None:
+def test_flags_and_folder_of_a_side() -> None:
     words = [
         "--side",
-        "a=copies=2 X=1 python a.py {flags} --to {folder}",
+        "a=X=1 python a.py {flags} --to {folder}",
         "--side",
         "b=python b.py",
     ]
@@ -132,7 +131,6 @@ def test_flags_copies_and_folder_of_a_side() -> None:
     assert (plan.steps, plan.warm_up_steps) == (7, 9)
     (side,) = [one for one in plan.in_order(1, "", 0) if one.side == "a"]
     assert side.command(Path("/f")) == ["env", "X=1", "python", "a.py", "--lr", "1", "--to", "/f"]
-    assert shown(side).endswith("# 2 of them at once")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +174,7 @@ def test_a_trainer_without_instruments_takes_turns() -> None:
     assert told["phases"] == {}
     told |= {"seconds": 1.0, "busy": 1.0, "cpu_seconds": 1.0, "window": 1.0, "images": 16}
     side = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, arguments=("--batch-size", "8"))
-    assert make_turn(side, 2, 0, 0.0, [Mock(copy=0, machine=0, measured=told)], 1.0).phases == {}
+    assert make_turn(side, 2, 0, 0.0, [Mock(machine=0, measured=told)], 1.0).phases == {}
 
 
 @pytest.fixture

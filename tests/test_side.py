@@ -208,20 +208,6 @@ def test_equal_work_is_not_shown_without_digests_or_with_others(compare_scripts,
     assert f"Equal work is not shown: a step has {parts}." in " ".join(shown.split())
 
 
-def test_copies_are_added_up_and_get_the_plans_flags_and_a_place(compare_scripts, tmp_path):
-    before = "import pathlib, sys\n(pathlib.Path(sys.argv[2]) / sys.argv[1]).touch()\n"
-    alone, pair = (script(tmp_path, name, before=before) for name in ("alone", "pair"))
-    sides = [f"{alone} {{flags}} {{folder}}", f"{pair} {{flags}} {{folder}}"]
-    sides[1] = sides[1].replace("pair=", "pair=copies=2 ", 1)
-    assert compare_scripts(*sides, more=("--", "--mark"))[0] == 0
-    (block,) = load_comparison(tmp_path / "out").blocks("", 0)
-    assert {turn.images / block.steps[turn.side] for turn in block.counted("pair")} == {8}
-    found = (tmp_path / "out/turns/block-1").glob("*/*/--mark")
-    assert sorted(f"{one.parts[-3]}/{one.parts[-2]}" for one in found) == [
-        "alone/0", "pair/0", "pair/1"
-    ]  # fmt: skip
-
-
 def test_the_cpu_time_of_what_has_ended_stays_counted():
     before = take_turns.cpu_seconds()
     code = "import time\nwhile time.process_time() < 0.1: pass\nprint(time.process_time())"

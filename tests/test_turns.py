@@ -31,7 +31,7 @@ from compare.plan.plan import Plan, Run
 from compare.running import scheduler as scheduler_module
 from compare.running import take_turns
 from compare.running.checks import missing_for
-from compare.running.processes import marked_processes
+from compare.running.launch import marked_processes
 from compare.running.scheduler import (
     MEANINGS,
     NO_ROOM,
@@ -129,33 +129,28 @@ def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones() -> No
     assert lines == ["round 1 of 2, 0 turns taken again", "round 2 of 2, 1 turns taken again"]
 
 
-def ranks(*each: tuple[int, float, float, float, str]) -> list[Rank]:
-    """Ranks at the end of a turn of 40 images, whose lead-in took half a second: of which copy,
-    its seconds, CPU seconds, those of the machine, and the machine."""
+def ranks(*each: tuple[float, float, float, str]) -> list[Rank]:
+    """Ranks at the end of a turn of 40 images, whose lead-in took half a second: seconds, CPU
+    seconds, those of the machine, and the machine."""
     return [
         Rank(
-            "x", copy, 0, machine, machine, 2, Pipe()[0], State.READY,
+            "x", 0, machine, machine, 2, Pipe()[0], State.READY,
             {"seconds": seconds, "cpu_seconds": cpu, "busy": busy, "window": seconds + 0.5,
              "images": 40},
         )
-        for copy, seconds, cpu, busy, machine in each
+        for seconds, cpu, busy, machine in each
     ]  # fmt: skip
 
 
 def test_what_ranks_measure_comes_to_a_turn() -> None:
     # Ranks that train together count by their mean, CPU time as that of the lead-in, too.
-    together = ranks((0, 2.4, 1.5, 4.5, "a"), (0, 2.6, 2.0, 4.2, "a"))
+    together = ranks((2.4, 1.5, 4.5, "a"), (2.6, 2.0, 4.2, "a"))
     turn = make_turn(trainer(), 5, 3, 7.0, together, 3.5)
     assert (turn.round, turn.seconds, turn.began) == (3, 2.5, 7.0)
     found = (turn.images_per_second, turn.cpu_seconds_per_image, turn.other_load)
     assert found == pytest.approx((5 * 16 / 2.5, 3.5 / 96, (4.5 - 3.5) / 3.1), abs=1e-3)
-    # Independent copies add up.
-    copies = ranks((0, 2.0, 2.0, 9.0, "a"), (1, 4.0, 3.0, 9.0, "a"))
-    turn = make_turn(side(copies=2), 5, 0, 0.0, copies, 5.0)
-    found = (turn.images_per_second, turn.cpu_seconds_per_image)
-    assert found == pytest.approx((40 / 2 + 40 / 4, 5 / 96))
     # Machines have cores of their own.
-    apart = ranks((0, 2.5, 1.0, 1.0, "a"), (0, 2.5, 2.0, 3.5, "b"))
+    apart = ranks((2.5, 1.0, 1.0, "a"), (2.5, 2.0, 3.5, "b"))
     assert make_turn(trainer(), 5, 0, 0.0, apart, 3.0).other_load == pytest.approx(0.5)
     with pytest.raises(MeasurementError, match="counted 80 images in 4 steps of 16"):
         make_turn(trainer(), 4, 0, 0.0, apart, 3.0)
@@ -182,16 +177,11 @@ def test_a_turns_clock_starts_behind_its_lead_in(
             client.step_ended()
 
     lead_in = [100.0] * take_turns.LEAD_IN_STEPS
-    for overruns in (False, True):
-        send(there, State.RUNNING, steps=2, overruns=overruns)
+    for _ in range(2):
+        send(there, State.RUNNING, steps=2)
         steps(*lead_in, 1.0, 2.0)
-    steps(*lead_in, 3.0, 4.0, *[1000.0] * 5)  # who overruns goes on until told to hold
-    send(there, State.READY)
-    send(there, State.RUNNING, steps=2, overruns=False)
-    steps(1000.0)
-    done = {"images": 0.0, "unit": "images"}
-    told = [{"seconds": seconds * (1 + delay), **done} for seconds in (3.0, 3.0, 7.0)]
-    assert [receive(there) for _ in range(4)] == [(State.READY, one) for one in (*told, {})]
+    done = {"seconds": 3.0 * (1 + delay), "images": 0.0, "unit": "images"}
+    assert [receive(there) for _ in range(2)] == [(State.READY, done)] * 2
 
 
 # ------------------------------------------------------------------------------ what is started
@@ -223,7 +213,7 @@ def test_sides_take_turns_and_leave_nothing(
     monkeypatch.setenv("LAUNCH_MARK", str(tmp_path))
     sides = [
         replace(script_side(tmp_path, "one"), hosts="a.invalid:1" if over_hosts else None),
-        script_side(tmp_path, "pair", copies=2),
+        script_side(tmp_path, "pair"),
     ]
     lines: list[str] = []
     folder = tmp_path / "block-1"
@@ -287,7 +277,7 @@ def test_a_known_delay_is_found(tmp_path: Path) -> None:
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
-    hello = {"side": "x", "copy": 0, "number": 0, "host": "a", "machine": "a", "cores": 2}
+    hello = {"side": "x", "number": 0, "host": "a", "machine": "a", "cores": 2}
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler, ThreadPoolExecutor(1) as pool:
         host, _, port = scheduler.address.rpartition(":")
         for key in (None, b"another", scheduler.key):
@@ -309,7 +299,7 @@ def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(one, dies)
         scheduler.take_turn(dies, 0)
-        scheduler.copies["later", 0].send_signal(signal.SIGKILL)
+        scheduler.started["later"].send_signal(signal.SIGKILL)
         message = r"^later ended with exit code -9 while it was paused:\n  \| alas"
         with pytest.raises(MeasurementError, match=message):
             while True:
@@ -327,7 +317,7 @@ from compare.running.scheduler import Scheduler
 script = Configuration("one", SCRIPT, SCRIPT, command=(sys.executable, sys.argv[1]))
 with Scheduler(Path(sys.argv[2]), Plan(steps=5)) as scheduler:
     scheduler.start(Run(1, script, 0, None))
-    print(scheduler.copies["one", 0].pid, scheduler.watchdog.pid, flush=True)
+    print(scheduler.started["one"].pid, scheduler.watchdog.pid, flush=True)
     time.sleep(600)
 """
 

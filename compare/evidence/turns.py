@@ -27,7 +27,7 @@ class Turn:
     side: Text
     round: Whole  # from 0
     seconds: Positive  # of its steps, the lead-in aside; the mean over ranks
-    images: Positive  # in these steps, as its trainer counts them; of all copies together
+    images: Positive  # in these steps, as its trainer counts them, of all ranks
     cpu_seconds_per_image: Positive
     other_load: Amount = 0.0  # cores that others kept busy meanwhile
     began: Amount | None = None  # seconds since 1970; None: not written down

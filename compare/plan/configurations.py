@@ -90,7 +90,6 @@ class Configuration:
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
     command: tuple[str, ...] = ()  # of a script of a user's own; empty: it starts a trainer
-    copies: int = 1  # of such a script, at once
 
     @property
     def trained_by(self) -> Engine:

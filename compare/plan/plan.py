@@ -23,7 +23,6 @@ Or scripts of a user's own, which call compare/side.py, in place of configuratio
     [side.mine]
     command = "torchrun --nproc-per-node 2 my_ddp.py {flags}"    # the flags of all
     environment = { OMP_NUM_THREADS = "1" }
-    copies = 2                                    # at once, knowing nothing of each other
 
     [goals]
     "mine:theirs" = 0.98                          # the ratio of speeds that is asked for
@@ -121,7 +120,6 @@ class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
 
     command: Words
     environment: dict[str, str] = {}
-    copies: Count = 1  # started at once, knowing nothing of each other
 
     def with_flags(self, flags: Sequence[str]) -> tuple[str, ...]:
         """The command with the plan's flags in it."""
@@ -247,7 +245,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "a script of your own, which calls compare/side.py, by the command that starts its "
             "ranks, as in --side 'mine=torchrun --nproc-per-node 2 my_ddp.py'; in place of "
             "configurations (to be given for each). {flags} in it stands for what follows --",
-            "'NAME=[copies=N] [VARIABLE=VALUE ...] command'",
+            "'NAME=[VARIABLE=VALUE ...] command'",
             identifies=True,
         ),
     ] = {}
@@ -452,7 +450,6 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                     SCRIPT,
                     SCRIPT,
                     environment=own.environment,
-                    copies=own.copies,
                     command=own.with_flags(self.trainer_arguments),
                 )
                 for name, own in self.side.items()

@@ -49,7 +49,7 @@ else:
 T = TypeVar("T")
 PLANS = ROOT / "compare/plans"
 # Of a configuration, case or side.
-KEYS_OF_PARTS = ("base", "flags", "environment", "command", "copies")
+KEYS_OF_PARTS = ("base", "flags", "environment", "command")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # In strong scaling, flags that the plan sets itself.
 OF_GLOBAL_BATCH = {

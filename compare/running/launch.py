@@ -25,13 +25,7 @@ import psutil
 from compare.plan.blocks import RUN_MARK
 from compare.plan.environment import run_environment
 from compare.plan.plan import Outcome, Run, Status
-from compare.running.processes import (
-    busy_cpu_seconds,
-    kill_marked,
-    marked_processes,
-    own_cpu_seconds,
-    send_signal,
-)
+from compare.running.take_turns import busy_cpu_seconds, send_signal
 from recipe.files import write_json
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
@@ -180,6 +174,34 @@ class Launches:
         kill_marked(self.mark)
         self.wait(GRACE_SECONDS)
         return len(alive)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill until none is left: one may be started while the others are killed.
+
+    Not for ever: a process that waits for a broken disk cannot be killed.
+    """
+    for _ in range(10):
+        processes = marked_processes(mark)
+        if not processes:
+            return
+        send_signal(processes, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=1.0)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(RUN_MARK) == mark:
+                found.append(process)
+    return found
+
+
+def own_cpu_seconds() -> float:
+    """Return the CPU time of this process and of all descendants that have ended and were waited
+    for: a launcher that ends in order has waited for its workers."""
+    return float(sum(psutil.Process().cpu_times()[:4]))  # user, system, and both of children
 
 
 def watch(mark: str, grace_seconds: float) -> None:

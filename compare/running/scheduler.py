@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
-from statistics import fmean, mean, median
+from statistics import fmean, median
 from typing import Any
 
 import psutil
@@ -55,6 +55,7 @@ from recipe.files import replace_file, write_json
 from recipe.settings.config import read_flags
 
 TAKE_TURNS = "compare/running/take_turns.py"
+PLACE = "0"  # of a side in its folder
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for who connects to say who it is
 NO_ROOM = (
@@ -124,7 +125,7 @@ def run_block(
             "number": number,
             "order": order,
             "rounds": plan.rounds,
-            "commands": [shown(side) for side in sides],
+            "commands": [shlex.join(side.command(Path("runs/by-hand"), "run")) for side in sides],
             "turns": [asdict(turn) for turn in (*trials, *turns)],
             "steps": dict.fromkeys(order, scheduler.steps),
             "disturbed_seconds": round(disturbed, 3),
@@ -142,7 +143,6 @@ class Rank:
     """A handle of a process that takes turns: who it is, what it does, and its last turn."""
 
     side: str
-    copy: int
     number: int
     host: str
     machine: str  # hosts that share a kernel share its cores
@@ -167,7 +167,7 @@ class Scheduler(Launches):
         self.folder, self.plan, self.steps = folder, plan, plan.steps or 0
         self.aside, self.key = failed_folder(folder), secrets.token_bytes(32)
         self.listener, self.address = listen(sides)
-        self.copies: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # each side's launchers
+        self.started: dict[str, subprocess.Popen[bytes]] = {}  # each side's launcher
         self.ranks: list[Rank] = []
         self.sides = dict[str, Run]()  # that were started
         self.on_turn = ""  # the name of the side that is; "" while sides start
@@ -213,10 +213,10 @@ class Scheduler(Launches):
             if are_there and len(started) < len(sides):
                 started.append(side := sides[len(started)])
                 self.sides[side.side] = side
-                for copy in range(side.configuration.copies):
-                    folder = self.folder / side.side / str(copy)
-                    who = f"{place} {side.side} {copy} {self.plan.warm_up_steps}"
-                    self.copies[side.side, copy] = start_side(side, folder, self, who)
+                who = f"{place} {side.side} {self.plan.warm_up_steps}"
+                self.started[side.side] = start_side(
+                    side, self.folder / side.side / PLACE, self, who
+                )
                 deadline = time.monotonic() + self.plan.timeout
             self.receive(deadline)
             for side in started:
@@ -268,33 +268,28 @@ class Scheduler(Launches):
         """Let a side alone go on for a turn's steps, and return what it measured. `how`: with
         `exchange` of gradients (the default), and a `digest` of the weights at its end."""
         self.on_turn, began = side.side, time.time()
-        overruns = side.configuration.copies > 1
-        ask = {"steps": self.steps, "overruns": overruns, "exchange": True, "digest": False}
+        ask = {"steps": self.steps, "exchange": True, "digest": False}
         ranks = self.request(side, State.RUNNING, State.READY, **ask | how)
         cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in ranks)
-        if overruns:
-            # Who was done first has gone on: that, too, is the side's own load.
-            self.request(side, State.READY, State.READY)
         self.request(side, State.PAUSED, State.PAUSED)
         turn = make_turn(side, self.steps, round_, round(began, 2), ranks, cpu_seconds)
         return replace(turn, purpose=purpose)
 
     def weights(self) -> dict[str, str]:
         """Return the digest of each side's weights, where a trainer told it; MeasurementError for
-        a side whose ranks hold different ones: their gradients were not averaged. Copies that
-        know nothing of each other may: the first to be done goes on while another finishes."""
-        digests = defaultdict[tuple[str, int], set[str]](set)
+        a side whose ranks hold different ones: their gradients were not averaged."""
+        digests = defaultdict[str, set[str]](set)
         for rank in self.ranks:
             if "weights" in rank.measured:
-                digests[rank.side, rank.copy].add(rank.measured["weights"])
-        for (side, _), found in digests.items():
+                digests[rank.side].add(rank.measured["weights"])
+        for side, found in digests.items():
             if len(found) > 1:
                 raise MeasurementError(
                     f"{side}: its ranks ended with {len(found)} different weights, so it does not "
                     "average the gradients of all: it does less work than it is to be compared by",
                     side,
                 )
-        return {side: found.pop() for (side, _), found in digests.items()}
+        return {side: found.pop() for side, found in digests.items()}
 
     def request(self, side: Run, wanted: State, until: State, **values: Any) -> list[Rank]:
         """Send all ranks of a side which state to take; return them when all are in `until`."""
@@ -315,11 +310,9 @@ class Scheduler(Launches):
         return [rank for rank in self.ranks if rank.side == side.side]
 
     def ranks_of(self, side: Run) -> int:
-        """Return how many ranks a side has, over all its copies, as it says or else its launchers;
-        -1: not known before the first one is there."""
-        sizes = {rank.copy: rank.size for rank in self.of(side)}
-        told = sum(sizes.values()) if len(sizes) == side.configuration.copies else -1
-        return side.workers or told
+        """Return how many ranks a side has, as its plan or else its launcher says; -1: not known
+        before the first one is there."""
+        return side.workers or next((rank.size for rank in self.of(side)), -1)
 
     def are(self, state: State, side: Run) -> bool:
         """Tell whether all ranks of a side are there, and in this state."""
@@ -350,13 +343,11 @@ class Scheduler(Launches):
     def receive(self, deadline: float) -> None:
         """Take what ranks have sent, within half a second; MeasurementError if a side has ended, or
         if it is past the deadline."""
-        for key, launcher in self.copies.items():
+        for side, launcher in self.started.items():
             if launcher.poll() is not None:
-                raise self.failure(*key)
+                raise self.failure(side)
         if time.monotonic() > deadline:
-            tails = [
-                f"{side}{self.joined(side)}:\n{self.tail(side, copy)}" for side, copy in self.copies
-            ]
+            tails = [f"{side}{self.joined(side)}:\n{self.tail(side)}" for side in self.started]
             raise MeasurementError(
                 f"not ready after the {self.plan.timeout} s that --timeout allows; the sides last "
                 "wrote\n" + "\n".join(tails)
@@ -371,8 +362,8 @@ class Scheduler(Launches):
             rank.measured |= values
             if rank.state is State.ENDED:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # its launcher has more to say
-                    self.copies[rank.side, rank.copy].wait(END_SECONDS)
-                raise self.failure(rank.side, rank.copy, f"rank {rank.number} on {rank.host} ended")
+                    self.started[rank.side].wait(END_SECONDS)
+                raise self.failure(rank.side, f"rank {rank.number} on {rank.host} ended")
 
     def accept(self) -> None:
         """Let a rank's agent in, if it has the key; whoever else connects is turned away."""
@@ -395,16 +386,16 @@ class Scheduler(Launches):
                     side.side,
                 )
 
-    def failure(self, side: str, copy: int, what: str = "") -> MeasurementError:
-        """Return the error of a side's copy that has ended: with the end of what it wrote."""
-        if (code := self.copies[side, copy].returncode) is not None:
+    def failure(self, side: str, what: str = "") -> MeasurementError:
+        """Return the error of a side that has ended: with the end of what it wrote."""
+        if (code := self.started[side].returncode) is not None:
             what = f"ended with exit code {code}"
         when = "" if self.on_turn in ("", side) else " while it was paused"
         # A launcher may have said much since.
-        whole = (self.folder / side / str(copy) / "output.log").read_text(errors="replace")
+        whole = (self.folder / side / PLACE / "output.log").read_text(errors="replace")
         found = (meaning for sign, meaning in MEANINGS.items() if sign in whole)
         hint = next(found, "" if code else self.joined(side))
-        return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side, copy)}", side)
+        return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side)}", side)
 
     def joined(self, side: str) -> str:
         """Say which ranks of a script of a user's own take part, and what such a script does."""
@@ -418,9 +409,9 @@ class Scheduler(Launches):
             "step, and trains on until it is ended, for more epochs say"
         )
 
-    def tail(self, side: str, copy: int) -> str:
-        """Return the end of what a side's copy wrote, and where all of it will be."""
-        place = Path(side, str(copy))
+    def tail(self, side: str) -> str:
+        """Return the end of what a side wrote, and where all of it will be."""
+        place = Path(side, PLACE)
         return shown_tail(self.folder / place, kept=self.aside / place)
 
 
@@ -473,12 +464,6 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     return launches.launch(command, folder, variables)
 
 
-def shown(side: Run) -> str:
-    """The command for a reader, who may paste it."""
-    text, copies = shlex.join(side.command(Path("runs/by-hand"), "run")), side.configuration.copies
-    return text if copies == 1 else f"{text}   # {copies} of them at once"
-
-
 @functools.cache
 def images_per_step(engine: str, workers: int, arguments: tuple[str, ...]) -> int:
     """Images between two optimizer steps, over all workers, as the trainer's flags say."""
@@ -492,18 +477,15 @@ def make_turn(
     """Return what a side's ranks have measured in a turn, which took all of them `cpu_seconds`.
 
     Ranks that train together take the same time from one step's end to another's, but for a few
-    milliseconds by which one of them is ahead: their mean counts. Independent copies add up. What
-    the cores of a machine did beside all of the side's processes is others'. CPU time is
-    that of the lead-in as well. MeasurementError for a trainer that counts other images than
-    its flags promise.
+    milliseconds by which one of them is ahead: their mean counts. What the cores of a machine did
+    beside all of the side's processes is others'. CPU time is that of the lead-in as well.
+    MeasurementError for a trainer that counts other images than its flags promise.
     """
-    by_copy, by_machine = defaultdict(list), defaultdict(list)
+    by_machine = defaultdict(list)
     for rank in ranks:
-        by_copy[rank.copy].append(rank.measured)
         by_machine[rank.machine].append(rank.measured)
     told = [rank.measured for rank in ranks]
-    done = [sum(one["images"] for one in of_copy) for of_copy in by_copy.values()]
-    images = sum(done)
+    images = sum(one["images"] for one in told)
     if not side.is_script:
         step = images_per_step(side.configuration.engine, side.workers, side.arguments)
         if not math.isclose(images, steps * step):
@@ -513,8 +495,6 @@ def make_turn(
             )
     elif not images > 0:
         raise MeasurementError(f"{side.side}: its steps have done {images:g} {told[0]['unit']}")
-    seconds = [mean(one["seconds"] for one in of_copy) for of_copy in by_copy.values()]
-    rate = sum(own / each for own, each in zip(done, seconds, strict=True))
     phases = [one["phases"] for one in told if one.get("phases") and not side.is_script]
     computing = [one["forward"] + one["backward"] for one in phases]
     loads = [
@@ -525,7 +505,7 @@ def make_turn(
     return Turn(
         side=side.side,
         round=round_,
-        seconds=images / rate,
+        seconds=fmean(one["seconds"] for one in told),
         images=images,
         cpu_seconds_per_image=cpu_seconds / images * steps / (LEAD_IN_STEPS + steps),
         other_load=max(0.0, round(max(loads), 3)),

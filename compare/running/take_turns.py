@@ -18,9 +18,8 @@ the rank; if the agent is gone, a rank that is not paused ends itself.
 A message is a `State` with values, as JSON, one a message of multiprocessing.connection, never
 pickled. The scheduler sends which state a rank is to take:
 
-    RUNNING   do a turn of `steps` steps, and further ones if it `overruns`; does it `exchange`
-              gradients, and is a `digest` of the weights asked for at its end?
-    READY     of those that overrun: do no more steps now
+    RUNNING   do a turn of `steps` steps; does it `exchange` gradients, and is a `digest` of the
+              weights asked for at its end?
     PAUSED    be stopped
     ENDED     end
 
@@ -39,7 +38,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from multiprocessing import AuthenticationError
@@ -56,7 +55,6 @@ from typing import Any
 import psutil
 
 from compare.plan.blocks import DELAY, LEAD_IN_STEPS
-from compare.running.processes import busy_cpu_seconds, send_signal
 from recipe.world import World, read_world
 
 # While a side is paused, clocks go on. Longer than that ever takes must those have patience who
@@ -70,7 +68,7 @@ PATIENT = {
 }
 ENDLESS_IMAGES = 1 << 22  # of an epoch, so that none ends in a turn
 # The variable that says where the scheduler listens, who this is, and how many steps make its
-# warm-up: ADDRESS,ADDRESS:PORT KEY SIDE COPY STEPS
+# warm-up: ADDRESS,ADDRESS:PORT KEY SIDE STEPS
 SCHEDULER = "COMPARE_SCHEDULER"
 UNREACHABLE = "the scheduler of turns cannot be reached"  # by which it knows this error
 CONNECT_SECONDS = 5.0  # for each address
@@ -121,11 +119,11 @@ def receive(connection: Connection) -> tuple[State, dict[str, Any]]:
 def join(ranks: int | None = None, weights: Weights | None = None) -> "Client":
     """Take part in the comparison that `SCHEDULER` names, as one of `ranks` (None: as many as this
     process's launcher says). What this process starts takes no part: it has no such variable."""
-    addresses, key, side, copy, warm_up = os.environ.pop(SCHEDULER).split()
+    addresses, key, side, warm_up = os.environ.pop(SCHEDULER).split()
     world = read_world()
     agent = start_agent(
         connect(addresses, key),
-        side=side, copy=int(copy), number=world.rank, size=ranks or world.size,
+        side=side, number=world.rank, size=ranks or world.size,
         host=socket.gethostname(), machine=BOOT_ID.read_text(), cores=os.cpu_count() or 1,
     )  # fmt: skip
     return Client(agent, int(warm_up), weights)
@@ -207,12 +205,29 @@ def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> No
                     tree = pause(rank)
                     send(scheduler, State.PAUSED)
                 else:
-                    if state is State.RUNNING:
-                        busy, began = busy_cpu_seconds(), time.monotonic()
-                        send_signal(tree, signal.SIGCONT)
+                    busy, began = busy_cpu_seconds(), time.monotonic()
+                    send_signal(tree, signal.SIGCONT)
                     send(client, state, **values)
     finally:
         send_signal(tree, signal.SIGKILL)
+
+
+def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send processes a signal; those that have ended are left out."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def busy_cpu_seconds() -> float:
+    """Return for how long, in seconds times cores, this machine has been busy since it started.
+
+    Time that a hypervisor gave to other guests ("steal") counts: those cores were not ours. So does
+    that of guests of this machine, once: Linux has it in `user`.
+    """
+    times = psutil.cpu_times()
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(float(getattr(times, name, 0.0)) for name in names)
 
 
 def tree_of(process: psutil.Process) -> list[psutil.Process]:
@@ -239,16 +254,12 @@ class Client:
     The lead-in is there because a turn's first step is not like the others: all ranks begin it at
     once, and the caches hold what another side left. The warm-up ends as a turn does.
 
-    Ranks that train together all do exactly these steps. Independent ones (`overruns`) go on until
-    each of them has done its own, so that none of them measures a machine that it has to itself at
-    the end.
-
     `weights` are those of a script of a user's own. Their digest is told after the warm-up alone:
     then all sides have made equally many steps.
     """
 
     def __init__(self, agent: Connection, warm_up: int, weights: Weights | None = None) -> None:
-        self.agent, self.steps, self.overruns = agent, warm_up - LEAD_IN_STEPS, False
+        self.agent, self.steps = agent, warm_up - LEAD_IN_STEPS
         self.exchange, self.digest = True, False
         self.done, self.began, self.samples, self.laps = 0, 0.0, 0, list[Any]()
         self.before, self.delay = cpu_seconds(), float(os.environ.get(DELAY, 0))
@@ -273,13 +284,10 @@ class Client:
             time.sleep(self.delay * (time.monotonic() - self.began))
             told = {"seconds": time.monotonic() - self.began, **self.spent()}
             send(self.agent, State.READY, **told, **self.trained(session, model))
-            if not self.overruns:
-                self.wait()
+            self.wait()
         elif self.done == LEAD_IN_STEPS:
             synchronize()
             self.amount, self.laps, self.began = 0.0, [], time.monotonic()
-        elif left < 0 and self.agent.poll():
-            self.wait()
 
     def spent(self) -> dict[str, float]:
         """Return the CPU time since the turn began, and until when; and by then the CPU time of the
@@ -309,16 +317,12 @@ class Client:
     def wait(self) -> None:
         """Wait for the next turn; ends the process when there is none."""
         state, values = receive(self.agent)
-        while state is State.READY:
-            synchronize()
-            send(self.agent, State.READY, **self.spent())
-            state, values = receive(self.agent)
         if state is State.ENDED:  # tidy ways out would evaluate, and write a checkpoint
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(0)
-        for name, value in values.items():  # steps, overruns, exchange, digest
+        for name, value in values.items():  # steps, exchange, digest
             setattr(self, name, value)
         self.done, self.before = 0, cpu_seconds()
 
@@ -407,10 +411,16 @@ def exchanges() -> bool:
     return CLIENT is None or CLIENT.exchange
 
 
+def join_if_measured() -> None:
+    """Take part in a comparison, if there is one."""
+    global CLIENT
+    if SCHEDULER in os.environ:
+        CLIENT = join()
+
+
 def main() -> None:
     """Join the comparison, before anything large is loaded, then be the trainer."""
-    global CLIENT
-    CLIENT = join() if SCHEDULER in os.environ else None
+    join_if_measured()
     os.environ.update(PATIENT)
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parents[1])
