@@ -64,7 +64,6 @@ from compare.running.comparison import (
     measured,
     missing,
     resumed,
-    run_label,
     show_outcome,
 )
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
@@ -117,9 +116,6 @@ PROCEDURE: Flags = {
               "this plan unfinished)"},
     "--new": {"action": "store_true", "help": "start afresh, even if this plan is unfinished"},
     "--dry-run": {"action": "store_true", "help": "print the commands, and nothing else"},
-    "--strict": {"action": "store_true", "help": "do not start when something would make the "
-                 "result worthless (other load, unequal threads, ...), where otherwise a warning "
-                 "is printed"},
 }  # fmt: skip
 
 
@@ -150,7 +146,7 @@ def answer(argv: list[str]) -> int:
     with locked(folder):
         try:
             if options.tune is not None:
-                checks.warn(plan, folder, options.strict)
+                checks.warn(plan, folder)
                 return tune(plan, folder, options, argv)
             return run_plan(plan, folder, options, argv)
         except KeyboardInterrupt:
@@ -248,7 +244,7 @@ def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[s
         plan = replace(plan, order_seed=secrets.randbelow(2**31))
     record = checked_record(plan, folder)
     if not is_finished(plan, folder):
-        warnings = (*record.warnings, *checks.warn(plan, folder, options.strict))
+        warnings = (*record.warnings, *checks.warn(plan, folder))
         record = replace(record, warnings=tuple(dict.fromkeys(warnings)))
     write_plan(folder / "plan.json", record)
     print_outlook(plan, folder)
@@ -310,7 +306,7 @@ def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
 def warm_up(plan: Plan, folder: Path) -> bool:
     """Start each engine for a few steps; return False, and say why, if one cannot train."""
     for run in plan.warm_up_runs():
-        label = f"warm-up  {run_label(run, plan)}"
+        label = f"warm-up  {run.cell}"
         outcome = start_and_wait(
             run,
             folder,

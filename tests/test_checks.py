@@ -1,13 +1,15 @@
-"""Checks of a machine, one thing broken at a time: what the doctor says of a host, and run.py
-before a comparison."""
+"""Checks of a machine, one thing broken at a time: what the doctor says of hosts, and run.py before
+a comparison."""
 
-import math
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 from uuid import UUID
 
@@ -15,10 +17,12 @@ import psutil
 import pytest
 from pynvml import NVMLError
 
-from compare.plan.environment import REMOVED_VARIABLES
+from compare import doctor
+from compare.doctor import agreement, common_networks, connection_problems, network_findings
+from compare.plan.environment import REMOVED_VARIABLES, ROOT
 from compare.run import make_plan, parse_options
 from compare.running import checks
-from compare.running.checks import Finding, check_host, judged
+from compare.running.checks import OWN_NAME, Finding, HostReport, check_host, judged
 
 TORCH = {"torch": "2.14.1", "torchvision": "0.29.2", "CUDA": "13.0", "NCCL": "2.27.1", "gpus": []}
 HOROVOD = {"version": "0.28.1", "MPI": True, "Gloo": True, "NCCL": False}
@@ -100,28 +104,22 @@ def test_data_folders(tmp_path):
 
 def test_gpus_are_those_that_cuda_s_driver_counts(monkeypatch):
     monkeypatch.undo()
-    for sizes in ([], [40, 24, 80]):
-        driver = SimpleNamespace(
-            cuInit=lambda flags: 0,
-            cuDeviceGetCount=lambda at, sizes=sizes: setattr(at._obj, "value", len(sizes)),
-            cuDeviceGetUuid=lambda at, gpu: setattr(at, "raw", bytes([gpu] * 16)),
-        )
-        monkeypatch.setattr("ctypes.CDLL", lambda name, driver=driver: driver)
-        assert checks.visible_gpus() == len(sizes)
-        memory = {
-            f"GPU-{UUID(bytes=bytes([gpu] * 16))}": SimpleNamespace(total=size)
-            for gpu, size in enumerate(sizes)
-        }
-        monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
-        monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
-        for name in checks.NVML_ASKED:
-            monkeypatch.setattr(f"pynvml.nvmlDeviceGet{name}", Mock(side_effect=NVMLError(3)))
-        monkeypatch.setattr("pynvml.nvmlDeviceGetMemoryInfo", memory.__getitem__)
-        assert checks.gpu_bytes() == min(sizes, default=math.inf)
-        unknown = {name: None for name in checks.NVML_ASKED if name != "MemoryInfo"}
-        assert all(facts.items() >= unknown.items() for facts in checks.gpu_facts())
+    driver = SimpleNamespace(
+        cuInit=lambda flags: 0,
+        cuDeviceGetCount=lambda at: setattr(at._obj, "value", 3),
+        cuDeviceGetUuid=lambda at, gpu: setattr(at, "raw", bytes([gpu] * 16)),
+    )
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    assert checks.visible_gpus() == 3
+    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+    monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: UUID(uuid[4:]).bytes[0])
+    for name in checks.NVML_ASKED:
+        monkeypatch.setattr(f"pynvml.nvmlDeviceGet{name}", Mock(side_effect=NVMLError(3)))
+    monkeypatch.setattr("pynvml.nvmlDeviceGetMemoryInfo", lambda gpu: 10 * gpu)
+    unknown = dict.fromkeys(checks.NVML_ASKED)
+    assert checks.gpu_facts() == [unknown | {"MemoryInfo": 10 * gpu} for gpu in range(3)]
     monkeypatch.setattr("pynvml.nvmlInit", Mock(side_effect=NVMLError(12)))  # no driver
-    assert checks.gpu_facts() == [] and checks.gpu_bytes() == math.inf
+    assert checks.gpu_facts() == []
 
 
 IDLE_GPU = {
@@ -243,3 +241,138 @@ def test_little_disk_and_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(900_000_000))
     assert "memory: 0.8 GiB for 4 workers" in warnings("--workers", "2")  # of two sides
     assert warnings("--measure", "runs", "--workers", "1") == ""
+
+
+# -- The doctor: hosts that answer, or do not, and this machine ---------------------------------
+
+
+VERSIONS = {"torch": "2.14.1", "Horovod": "0.28.1", "MPI": "Open MPI 4.1.8"}
+
+
+def report(**addresses: str) -> HostReport:
+    """A sound host's, with these addresses."""
+    return HostReport([Finding("torch", "ok", "2.14.1")], VERSIONS, addresses)
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_hosts_must_agree(name: str) -> None:
+    same = {"a": report(), "b": report()}
+    assert (agreement(same).status, agreement(same).found) == ("ok", "equal on 2 hosts")
+    other = HostReport([], VERSIONS | {name: "another"})
+    found = agreement({**same, "c": other})
+    assert found.status == "failed"
+    assert found.found == f"{name} is {VERSIONS[name]} on a, {VERSIONS[name]} on b, another on c"
+
+
+def test_networks_that_hosts_have_in_common() -> None:
+    two = {
+        "a": report(eth0="10.0.0.1/24", ib0="10.1.0.1/24", docker0="172.17.0.1/16"),
+        "b": report(eth0="10.0.0.2/24", ib1="10.1.0.2/24", docker0="172.17.0.1/16"),
+    }
+    assert common_networks(two, None) == {
+        "10.0.0.0/24": {"a": ("10.0.0.1", 0), "b": ("10.0.0.2", 0)},
+        "10.1.0.0/24": {"a": ("10.1.0.1", 0), "b": ("10.1.0.2", 0)},
+    }
+    assert list(common_networks(two, "eth0")) == ["eth0"]
+    assert common_networks(two, "ib0") == {}
+    routed = {"a": report(eth0="10.0.0.1/32"), "b": report(eth0="10.0.1.1/32")}
+    assert common_networks(routed, None) == {}
+    assert list(common_networks(routed, "eth0")) == ["eth0"]
+    for interface, status in ((None, "warning"), ("ib0", "failed")):
+        (found,) = network_findings(two, {}, interface)
+        assert found.status == status and "'ib1': '10.1.0.2/24'" in found.found
+        assert "--network-interface" in found.remedy
+
+
+# What a host answers, without a look at it.
+ANSWERS = """
+from compare import doctor
+doctor.report_host = lambda name, data, port: {"port": port}
+doctor.answer("a", None)
+"""
+
+
+def test_connections_that_fail_are_told() -> None:
+    """Both hosts are this one. `b` listens nowhere, and has another name than it thinks."""
+    words, pipe = [sys.executable, "-c", ANSWERS], subprocess.PIPE
+    answering = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    with answering as a, socket.create_server(("127.0.0.2", 0)) as open_port:
+        answered, _ = doctor.read_answer(a)
+        place = ("127.0.0.1", answered["port"])
+        networks = {
+            "10.0.0.0/24": {"a": place, "b": open_port.getsockname()},
+            OWN_NAME: {"a": place, "b": ("127.0.0.3", open_port.getsockname()[1])},
+        }
+        problems = connection_problems(networks, {"a": a})
+        a.terminate()
+        a.wait()
+        assert connection_problems(networks, {"a": a})[OWN_NAME] == ["a answers no longer"]
+    assert problems == {
+        "10.0.0.0/24": [], OWN_NAME: ["a -> b (127.0.0.3): Connection refused"]
+    }  # fmt: skip
+    found = network_findings({"a": report()}, problems, None)
+    assert [one.status for one in found] == ["ok", "ok", "warning"]
+    assert "/etc/hosts" in found[-1].remedy and problems[OWN_NAME][0] in found[-1].found
+    problems["10.0.0.0/24"] = ["a -> b: no route"] * 5
+    _, failed, _ = network_findings({"a": report()}, problems, None)
+    assert failed.status == "failed" and "--network-interface" in failed.remedy
+
+
+@pytest.mark.parametrize(
+    ("command", "subject", "found"),
+    [
+        ("echo Welcome; sleep 60", "environment", "no answer within 1 s"),
+        ("echo python: No such file >&2; exit 127", "environment", "python: No such file"),
+        ("echo ssh: Connection refused. >&2; exit 255", "ssh", "Connection refused"),
+    ],
+)
+def test_a_host_that_does_not_answer(
+    command: str, subject: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "is_here", lambda host: False)
+    monkeypatch.setattr(doctor, "ssh_words", lambda host, words: ["sh", "-c", command])
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 1)
+    monkeypatch.setattr(Path, "resolve", None)  # which asks the file system: it may hang, too
+    with doctor.ask("node0", Path("data")) as host:
+        (finding,) = doctor.read_report("node0", host).findings
+    assert (finding.subject, finding.status, finding.found) == (subject, "failed", found)
+    assert finding.remedy and finding.host == "node0"
+
+
+@pytest.mark.parametrize(
+    ("skew", "horovod", "status"),
+    [
+        (1, "0.28.1", "ok"),
+        (-7, "0.28.1", "warning"),
+        (31, "0.28.1", "failed"),
+        (31, None, "warning"),
+    ],
+)
+def test_clocks(skew: float, horovod: Any, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = {"findings": [], "versions": {"Horovod": horovod}, "time": 1000.0 + skew}
+    monkeypatch.setattr(doctor, "read_answer", lambda host: (answered, ""))
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    (clock,) = doctor.read_report("node0", None).findings
+    assert (clock.subject, clock.status, clock.host) == ("clock", status, "node0")
+
+
+def test_an_allreduce_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(subprocess, "run", lambda words: done)
+    found = doctor.measure_allreduce("localhost:1,elsewhere:1", "eth1")
+    assert found.status == "failed" and "--network-interface eth1" in found.found
+    assert doctor.measure_allreduce("localhost:1", None).status == "ok"  # one worker
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "train/cat").mkdir(parents=True)
+    words = f"compare/doctor.py --no-allreduce --data {tmp_path} --json {tmp_path}/doctor.json"
+    command = [sys.executable, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    assert done.returncode == 1, done.stdout + done.stderr  # there is no val/
+    found = json.loads((tmp_path / "doctor.json").read_text())["findings"]
+    status = {finding["subject"]: finding["status"] for finding in found}
+    assert [name for name in status if status[name] == "failed"] == ["data"]
+    assert status["torch"] == status["Horovod"] == status["MPI"] == "ok"
+    assert "FAILED   data" in done.stdout and "\n1 failed, " in done.stdout
+    assert all(len(line) <= 100 for line in done.stdout.splitlines())

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -12,12 +11,11 @@ import torch
 from launching import run, words_of
 
 from compare import collectives
-from compare.collectives import BACKENDS, main, size_bytes
+from compare.collectives import BACKENDS, main
 from compare.page.allreduce import read_measurement, table, text_report
 from compare.plan.plan import Outcome
 from recipe import allreduce_loop as allreduce
 from recipe.allreduce_loop import Backend, pattern_of
-from recipe.command import parser_of
 from recipe.errors import UserError
 from recipe.world import World
 
@@ -48,9 +46,6 @@ def test_a_missing_or_doubled_rank_changes_the_sum():
         own = pattern_of(world_of(rank, 4), [rank], 7)
         assert own.any(), "it is missed, and counts twice if it comes twice"
         assert not torch.equal(expected, pattern_of(world_of(0, 4), {*range(4)} - {rank}, 7))
-
-
-def test_too_many_ranks_for_an_exact_sum_are_refused():
     with pytest.raises(UserError, match="2049 ranks"):
         pattern_of(world_of(0, 2049), [0], 7)
 
@@ -85,11 +80,8 @@ def test_a_repetition_takes_as_long_as_its_slowest_rank():
     line = timed(add_the_other, (11,))
     assert line["bytes"] == 44 and line["wrong_elements"] == 0
     assert line["repetitions"] == len(line["seconds"]) == allreduce.MIN_REPETITIONS
-    assert all(seconds >= 100 for seconds in [*line["seconds"], line["seconds_median"]])
-
-
-def test_short_messages_get_more_repetitions_within_a_limit():
     assert timed(add_the_other, (1,), 1e9)["repetitions"] == allreduce.MAX_REPETITIONS
+    assert all(seconds >= 100 for seconds in [*line["seconds"], line["seconds_median"]])
 
 
 def test_sums_are_checked_afresh_after_the_last_repetition():
@@ -192,17 +184,13 @@ def test_what_is_said_is_narrow_and_names_what_is_not_available(tmp_path):
     assert "warning: the machine is busy" in report and "kept cores busy" not in report
 
 
-def test_other_load_during_the_launches_is_told(tmp_path):
-    report = text_report(read_measurement(write_folder(tmp_path / "m", TIMES, load=1.5)))
-    assert "in 12 of 12 launches other processes kept cores busy, 1.5 of 8 at worst" in report
-
-
 def test_a_backend_of_which_a_launch_failed_has_no_figures(tmp_path, capsys):
-    folder = write_folder(tmp_path / "m", TIMES, failed="horovod-mpi")
+    folder = write_folder(tmp_path / "m", TIMES, failed="horovod-mpi", load=1.5)
     assert main(["--show", str(folder)]) == 1
     shown = capsys.readouterr().out
     assert "horovod-mpi: FAILED" in shown and "horovod-mpi fp32" not in shown
     assert "mpi4py fp32" in shown
+    assert "launches other processes kept cores busy, 1.5 of 8 at worst" in shown
 
 
 def test_an_interrupted_measurement_shows_its_complete_blocks(tmp_path):
@@ -253,10 +241,6 @@ def test_the_recorded_result_still_shows(capsys):
         assert re.search(row, shown)
 
 
-def test_sizes_are_read_as_they_are_written():
-    assert [size_bytes(text) for text in ("4096", "4K", "1g")] == [4096, 4096, 1 << 30]
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -285,28 +269,6 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(tmp_path, m
         assert f"warning: {name}: not available" in told
     plan = json.loads((tmp_path / "out" / "collectives.json").read_text())
     assert plan["backends"] == ["torch.distributed", "torch-mpi", "mpi4py"]
-
-
-@pytest.mark.parametrize(
-    ("name", "hosts", "told"),
-    [
-        ("torch.distributed", "a:1,b:1", "mpirun -np 2 -H a:1,b:1"),
-        ("torch-mpi", None, "ddp_train/torch_allreduce.py"),
-        ("torch-mpi", None, "--transport mpi --no-cuda"),
-    ],
-)
-def test_commands(name, hosts, told):
-    options = parser_of("", "", collectives.FLAGS).parse_args([])
-    options.hosts = hosts
-    assert told in " ".join(collectives.command(name, options, Path("x")))
-
-
-def test_it_starts_without_torch():
-    code = "import compare.collectives, sys; print({'torch', 'horovod', 'mpi4py'} & {*sys.modules})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path, monkeypatch, capsys):

@@ -389,10 +389,6 @@ def test_what_cannot_be_run_is_refused_with_one_message(words, told, here, capfd
     assert output.out == "" and all(word in " ".join(output.err.split()) for word in told)
 
 
-def test_torchrun_on_this_host_by_name_is_fine():
-    plan_of("--hosts", "localhost:2", "--configurations", "ddp-torchrun")
-
-
 @pytest.fixture
 def allocation(tmp_path, monkeypatch):
     """An allocation of two nodes of two tasks, with a scontrol that spells them out."""

@@ -189,12 +189,6 @@ def gpu_facts() -> list[dict[str, Any]]:
     return facts
 
 
-def gpu_bytes() -> float:
-    """Return the memory of the smallest of these GPUs; infinite where NVML knows none."""
-    sizes = (gpu["MemoryInfo"].total for gpu in gpu_facts() if gpu["MemoryInfo"])
-    return min(sizes, default=math.inf)
-
-
 def addresses() -> dict[str, str]:
     """Return this host's IPv4 addresses: of its interfaces that are up, without the loopback, and
     under OWN_NAME the one to which its own name leads here, if it leads to any."""
@@ -357,11 +351,9 @@ def check_tools(plan: Plan) -> None:
         raise UserError(f"{reason}\nor leave it out: --configurations {instead}")
 
 
-def warn(plan: Plan, folder: Path, strict: bool) -> list[str]:
-    """Print what would make the result worthless, and return it; if `strict`, a UserError."""
+def warn(plan: Plan, folder: Path) -> list[str]:
+    """Print what would make the result worthless, and return it."""
     warnings = find_warnings(plan, folder)
-    if strict and warnings:
-        raise UserError("\n    ".join(["not started (--strict), because of", *warnings]))
     for line in warnings:
         print(f"warning: {line}")
     return warnings

@@ -276,7 +276,7 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path) -> list[Run]:
     for run in missing(runs, folder):
         check_sources(plan, folder)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
-        label = f"{number} block {run.block}  {run_label(run, plan)}"
+        label = f"{number} block {run.block}  {run.cell}"
         outcome = start_and_wait(run, folder, plan.timeout, label)
         # By the mean of the runs that have ended; one that was not started took 0 s.
         done = [seconds for one in runs if (seconds := read_outcome(folder / one.folder).seconds)]
@@ -288,13 +288,6 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path) -> list[Run]:
         path = folder / run.folder / "outcome.json"
         write_json(path, sealed(read_object(path), folder, path.parent))
     return failed
-
-
-def run_label(run: Run, plan: Plan) -> str:
-    """Return a run's case, configuration and workers, in columns."""
-    width, case_width = (max(map(len, n)) for n in (plan.names, plan.cases))
-    case = f"{run.case:{case_width}}  " if case_width else ""
-    return f"{case}{run.configuration.name:{width}}  {count(run.workers, 'worker'):>10}"
 
 
 def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: float | None) -> None:

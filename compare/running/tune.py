@@ -50,10 +50,8 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     options.tuning_rounds = options.tuning_rounds or TUNING_ROUNDS
     words = [*plan.trainer_arguments, *(w for case in plan.case.values() for w in case.flags)]
     known = [plan.known()[name] for name in plan.configurations]
-    chosen: dict[str, str] = {}
-    # A plan for tuned against tuned has both: it is the plain one that is to be tuned.
-    for one in sorted(known, key=lambda c: bool(c.flags or c.environment)):
-        chosen.setdefault(one.engine, one.name)
+    # The first of each engine: in a plan for tuned against tuned that is the plain one.
+    chosen = {one.engine: one.name for one in reversed(known)}
     rest = [one.name for one in known if one.name not in chosen.values()]
     refuse(
         *((getattr(options, name), f"--{name.replace('_', '-')}: does not go together with --tune; "
@@ -187,14 +185,12 @@ def compare(
     write_plan(place / "plan.json", checked_record(asked, place))
     print_line(f"  {folder.relative_to(folder.parents[1])}: {', '.join(others)}")
     try:
-        asked, runs = measure(asked, place)
-        failed = {run.configuration.name for run in runs}
+        measure(asked, place)
     except MeasurementError as error:
         print_line(f"    {error}")
-        failed = {error.side or first}
-    refuse((first in failed, f"{one.name}: what was best so far failed; its output is in {place}"))
-    if failed:
-        rest = {name: knobs for name, knobs in candidates.items() if name not in failed}
+        what = f"{one.name}: what was best so far failed; its output is in {place}"
+        refuse((error.side in (None, first), what))
+        rest = {name: knobs for name, knobs in candidates.items() if name != error.side}
         return compare(one, plan, rest, blocks, folder)
     [group] = measured(asked, place)
     found = {name: group.estimates[name, first] for name in others}
