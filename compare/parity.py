@@ -16,7 +16,7 @@ Exit code: 0 equal or within the tolerance, 1 diverged, 2 a mistake in what was 
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -118,14 +118,13 @@ def run_both(live: Live, trainer_flags: list[str]) -> list[Path]:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: take another --out DIR")
     folders: list[Path] = []
-    for name in live.configurations:
+    for number, name in enumerate(live.configurations, start=1):
         run = plan.run(1, plan.cases[0], CONFIGURATIONS[name], live.workers)
-        # A configuration against itself: two folders.
-        log_dir = folder / "again" if folder / run.name in folders else folder
-        folders.append(log_dir / run.name)
+        run = replace(run, block=number)  # with the seed of the first
+        folders.append(folder / run.folder)
         label = f"{run.name}, {live.steps} steps, into {folders[-1]}"
         print(label, file=sys.stderr)
-        outcome = start_and_wait(run, folder, live.timeout, label, log_dir=log_dir)
+        outcome = start_and_wait(run, folder, live.timeout, label)
         if outcome.status != "completed":
             raise UserError(
                 f"{run.name} {outcome.status} (exit code {outcome.exit_code}):\n"

@@ -285,7 +285,7 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
 def test_a_known_delay_is_found(tmp_path: Path) -> None:
     sides = [
         script_side(tmp_path, "usual"),
-        script_side(tmp_path, "late", environment={DELAY: "0.5"}),
+        script_side(tmp_path, "late", environment={DELAY: "3"}),
     ]
     block = run_block(sides, Plan(rounds=3, steps=10), tmp_path / "block-1", 1, print, 0.0)
     assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
@@ -526,9 +526,8 @@ def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
     assert all(group.blocks >= 3 for group in measured(plan, tmp_path))
     bench.folders.clear()
     (tmp_path / "alone").mkdir()
-    measure(
-        structs.replace(IN_BLOCKS, configurations=(FIRST,)), tmp_path / "alone"
-    )  # nothing to compare
+    alone = structs.replace(IN_BLOCKS, configurations=(FIRST,))  # nothing to compare
+    measure(alone, tmp_path / "alone")
     assert not bench.folders
 
 

@@ -42,13 +42,11 @@ def start_and_wait(
     comparison: Path,
     timeout: float,
     label: str,
-    log_dir: Path | None = None,
     end_after_steps: int | None = None,
 ) -> Outcome:
     """Start one run in a clean folder, wait for its end and write how it ended. A warm-up is
     complete after `end_after_steps`."""
-    log_dir = log_dir or (comparison / run.folder).parent
-    folder = log_dir / run.name
+    folder = comparison / run.folder
     clear_folder(folder, keep_failure=end_after_steps is None)
 
     def look(elapsed: float) -> Status | None:
@@ -61,7 +59,7 @@ def start_and_wait(
         ])  # fmt: skip
         return "completed" if end_after_steps and step["step"] >= end_after_steps else None
 
-    command, summary = run.command(log_dir), folder / "summary.json"
+    command, summary = run.command(folder.parent), folder / "summary.json"
     return start_command(command, folder, timeout, summary, look, not run.configuration.has_daemons)
 
 
