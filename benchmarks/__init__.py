@@ -1,5 +1,5 @@
 """How fast the recipe and its engines are, against what they could be: `make bench`.
 
 plans/ and gpu_plans/ have the goals, which compare/run.py measures; programs/ is what they start.
-slow_links.py measures wire formats at several rates.
+wire-format.toml is measured at several rates.
 """

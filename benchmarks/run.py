@@ -3,14 +3,20 @@
     python benchmarks/run.py                             all plans of benchmarks/plans
     python benchmarks/run.py --gpu                       those of benchmarks/gpu_plans
     python benchmarks/run.py --only trainer-overhead checkpoints
+    python benchmarks/run.py --links 1 2                 as root: wire-format.toml over slow links
     python benchmarks/run.py --out runs/bench/FIRST      go on where an earlier call stopped
 
 A plan is measured by compare/run.py as any comparison, in a folder of its own; compare/report.py
 shows it. At the end all goals are in one table.
+
+--links: does `--wire-format auto` choose the faster format? Two hosts, each a network namespace of
+this machine with its part of the cores, train with one worker each. At each rate (`tc ... tbf` on
+both) fp32, fp16 and auto of each engine take turns.
 """
 
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +27,7 @@ from compare.running.launch import utc_stamp
 from recipe.command import RESUMES, run_tool
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
+from tools import namespaces
 from tools.make_jpegs import JPEGS, jpegs_folder
 
 PLANS = ROOT / "benchmarks"
@@ -32,6 +39,7 @@ def bench(
     gpu: bool = False,
     quick: bool = False,
     minutes: float = 10.0,
+    links: tuple[float, ...] = (),
     out: Path | None = None,
 ) -> int:
     """Measure, and print the table.
@@ -41,27 +49,24 @@ def bench(
         gpu: The plans for a GPU.
         quick: One block of a tiny network each: does it run?
         minutes: Of each plan, at most, unless three blocks take longer.
+        links: In place of plans: Gb/s that each of two hosts may send.
         out: The folder for all.
     """
     plans = {path.stem: path for path in (PLANS / ("gpu_plans" if gpu else "plans")).glob("*.toml")}
     for name in only:
         refuse((name not in plans, f"--only {name}: take of {', '.join(sorted(plans))}"))
     out = out or Path("runs") / "bench" / utc_stamp()
-    jpegs_folder(ROOT / JPEGS)
-    failed, measured = list[str](), list[str]()
-    for name in only or sorted(plans):
-        print(f"== {name}", flush=True)
-        how = (
-            ["--blocks", "1", "--turns", "2"]
-            if quick
-            else ["--until-interval", "0.5%", "--minutes", str(minutes)]
-        )
-        words = ["compare/run.py", str(plans[name]), "--out", str(out / name), *how]
-        takes_flags = "{flags}" in plans[name].read_text()
-        tiny = ["--", *QUICK] if quick and takes_flags else []
-        done = subprocess.run([sys.executable, *words, *tiny], cwd=ROOT)
-        (failed if done.returncode else measured).append(name)
-    for table in goals_tables([load_comparison(out / name) for name in measured]):
+    how = ["--until-interval", "0.5%", "--minutes", str(minutes)]
+    if quick:
+        how = ["--blocks", "1", "--turns", "2"]
+    failed = measure_links(links, out, how) if links else []
+    for name in () if links else only or sorted(plans):
+        jpegs_folder(ROOT / JPEGS)
+        tiny = ["--", *QUICK] if quick and "{flags}" in plans[name].read_text() else []
+        failed += measure(plans[name], out / name, [*how, *tiny])
+    measured = [path.parent for path in sorted(out.glob("*/plan.json"))]
+    measured = [folder for folder in measured if folder.name not in failed]
+    for table in goals_tables(list(map(load_comparison, measured))):
         replace_file(out / "table.md", f"{table_text(table, markdown=True)}\n")
         print(f"\n{table_text(table)}\n\nrecords: {out}")
     if failed:
@@ -69,7 +74,35 @@ def bench(
     return 0
 
 
-main = partial(run_tool, "benchmarks/run.py", bench, __doc__, interrupted=RESUMES)
+def measure(plan: Path, out: Path, words: list[str], enter: list[str] | None = None) -> list[str]:
+    """Measure a plan into a folder; return its name if that fails. `enter`: where it is started."""
+    print(f"== {out.name}", flush=True)
+    run = [sys.executable, "compare/run.py", str(plan), "--out", str(out.absolute()), *words]
+    return [out.name] if subprocess.run([*(enter or []), *run], cwd=ROOT).returncode else []
+
+
+def measure_links(rates: tuple[float, ...], out: Path, words: list[str]) -> list[str]:
+    """Measure wire formats between two hosts at each of these rates; return which failed."""
+    if missing := namespaces.missing_tools("tc"):
+        raise UserError(f"--links: needs {', '.join(missing)}")
+    words = ["--hosts", "node0:1,node1:1", "--network-interface", "eth0", *words]
+    failed = list[str]()
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+        namespaces.hosts(Path(folder) / "hosts") as made,
+    ):
+        enter = namespaces.give_cores(made)
+        for rate in rates:
+            namespaces.limit_rate(made, rate)
+            place = out / f"{rate:g}-gbit"
+            failed += measure(PLANS / "wire-format.toml", place, words, enter)
+    return failed
+
+
+main = partial(
+    run_tool, "benchmarks/run.py", bench, __doc__, errors=(UserError, namespaces.HostsError),
+    interrupted=RESUMES,
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,7 @@ from records import a_block
 
 from benchmarks import run as bench_run
 from benchmarks.programs import decode
-from benchmarks.programs.without_instruments import Nothing
+from benchmarks.programs.trainer import Nothing
 from compare.evidence import goals
 from compare.evidence.goals import Goal, goals_of
 from compare.evidence.paired import Estimate
