@@ -21,8 +21,7 @@ from pathlib import Path
 from compare.page.allreduce import as_json, read_measurement, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import path_from_here
-from compare.plan.hosts import most_on_a_host, read_hosts
+from compare.plan.environment import most_on_a_host, path_from_here, read_hosts
 from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
 from recipe.command import Flags, parser_of, run_main

@@ -28,8 +28,8 @@ from typing import Any
 
 import msgspec
 
-from compare.plan.environment import ROOT
-from compare.plan.hosts import (
+from compare.plan.environment import (
+    ROOT,
     SLURM,
     is_here,
     read_allocation,

@@ -36,8 +36,13 @@ from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
-from compare.plan.environment import path_from_here, shell_lines
-from compare.plan.hosts import SLURM, most_on_a_host, read_allocation
+from compare.plan.environment import (
+    SLURM,
+    most_on_a_host,
+    path_from_here,
+    read_allocation,
+    shell_lines,
+)
 from compare.plan.plan import FIELDS, KEYS, Plan, Words, meta_of, percentage
 from compare.plan.plan_file import (
     FIELD_OF,

@@ -32,7 +32,7 @@ done
 flags=(--log-dir "$RUNS" --name "$NAME" --resume auto --checkpoint-steps 500)
 
 allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodrun take them: a:4,b:4
-    python -c 'from compare.plan.hosts import read_allocation; print(read_allocation())'
+    python -c 'from compare.plan.environment import read_allocation; print(read_allocation())'
 }
 
 free_port() {  # where the ranks meet, and no other job's do; no kernel gives it away

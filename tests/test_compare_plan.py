@@ -22,8 +22,8 @@ from compare import run as run_module
 from compare.evidence.packed import read_text
 from compare.plan.blocks import balanced
 from compare.plan.configurations import CONFIGURATIONS
-from compare.plan.environment import ROOT, set_variables
-from compare.plan.hosts import (
+from compare.plan.environment import (
+    ROOT,
     is_here,
     is_only_here,
     most_on_a_host,
@@ -31,6 +31,7 @@ from compare.plan.hosts import (
     read_allocation,
     read_hostfile,
     read_hosts,
+    set_variables,
     ssh_flags,
     ssh_remedy,
     ssh_words,

@@ -5,10 +5,11 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from compare.plan.environment import set_variables, steering_variables
-from compare.plan.hosts import (
+from compare.plan.environment import (
     is_only_here,
     placement,
+    set_variables,
+    steering_variables,
     used_hosts,
 )
 from recipe.errors import UserError

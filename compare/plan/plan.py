@@ -47,8 +47,7 @@ from compare.plan.configurations import (
     SCRIPT,
     Configuration,
 )
-from compare.plan.environment import path_from_here
-from compare.plan.hosts import SLURM, is_only_here
+from compare.plan.environment import SLURM, is_only_here, path_from_here
 from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole
 from recipe.settings.flags import flag_name, last_value

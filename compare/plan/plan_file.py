@@ -21,11 +21,12 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import (
     REMOVED_VARIABLES,
     ROOT,
+    read_hostfile,
+    read_hosts,
     set_variables,
     steering_variables,
     trainers_sha256,
 )
-from compare.plan.hosts import read_hostfile, read_hosts
 from compare.plan.plan import (
     FIELDS,
     KEYS,

@@ -33,8 +33,16 @@ import pynvml
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count
 from compare.plan.configurations import Configuration
-from compare.plan.environment import REMOVED_VARIABLES, set_variables, trainers_sha256
-from compare.plan.hosts import is_here, is_only_here, last_line, most_on_a_host, read_hosts
+from compare.plan.environment import (
+    REMOVED_VARIABLES,
+    is_here,
+    is_only_here,
+    last_line,
+    most_on_a_host,
+    read_hosts,
+    set_variables,
+    trainers_sha256,
+)
 from compare.plan.plan import Plan, Run
 from recipe.errors import UserError
 from recipe.settings.flags import last_value
