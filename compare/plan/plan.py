@@ -615,8 +615,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Return one run for each engine and case, at its most workers; its figures are thrown
         away.
 
-        It pays for cold file caches, which would otherwise fall on whichever engine comes first, and
-        it finds a broken set-up in seconds.
+        It pays for cold file caches, which would otherwise fall on whichever engine comes first,
+        and it finds a broken set-up in seconds.
         """
         firsts = dict[str, Configuration]()
         for one in () if self.side else self.members():
