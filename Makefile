@@ -47,7 +47,7 @@ PYTEST := $(IN_VENV) python -m pytest tests
 define run_tests
 told=$$(mktemp); $(PYTEST) --part "launch$(1)" $(ARGS) >$$told 2>&1 & launches=$$!; \
 	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --part "not launch$(1)" $(ARGS); \
-	unit=$$?; [ $$unit -ne 2 ] || kill -INT $$launches; \
+	unit=$$?; [ $$unit -ne 2 ] || kill $$launches; \
 	wait $$launches; launch=$$?; cat $$told; rm $$told; \
 	case $$unit,$$launch in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 endef
