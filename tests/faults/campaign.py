@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +222,10 @@ class Trial:
                 number = next((environ[name] for name in RANKS if name in environ), None)
                 if number and any(word == TRAINERS[self.result.engine] for word in words[1:3]):
                     found[int(number)].append(one)
-        return [sorted(found[number], key=attrgetter("pid"))[:2][-1] for number in sorted(found)]
+        oldest = {
+            number: sorted(own, key=psutil.Process.create_time) for number, own in found.items()
+        }
+        return [oldest[number][:2][-1] for number in sorted(oldest)]
 
     def command(self) -> list[str]:
         line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.result.launcher]
