@@ -222,10 +222,8 @@ class Trial:
                 number = next((environ[name] for name in RANKS if name in environ), None)
                 if number and any(word == TRAINERS[self.result.engine] for word in words[1:3]):
                     found[int(number)].append(one)
-        oldest = {
-            number: sorted(own, key=psutil.Process.create_time) for number, own in found.items()
-        }
-        return [oldest[number][:2][-1] for number in sorted(oldest)]
+        age = psutil.Process.create_time
+        return [sorted(found[number], key=age)[:2][-1] for number in sorted(found)]
 
     def command(self) -> list[str]:
         line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.result.launcher]
