@@ -24,7 +24,7 @@ from recipe.watch import SIGNALS
 GENERATION = "TRAINING_GENERATION"  # which start of the ranks this is, the first being 0
 POLL_S = 0.02
 ENDED_S = 0.5  # a thread that has ended is counted for a moment more
-NOTICE_S = 5.0  # a rank that hears of another's loss has so long to end by itself
+NOTICE_S = 5.0  # a rank that hears of another's loss has so long to keep its state and end
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100  # one watches so often for others' losses; all do together
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LIBC = ctypes.CDLL(None)

@@ -155,16 +155,17 @@ class Recorder:
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
             # Of an interrupted run what comes after its checkpoint will be made again.
-            records = {line: record_in(line) for line in lines_in(folder)} if step else {}
-            kept = {line: one for line, one in records.items() if one and one.step <= step}
+            read = [(line, record_in(line)) for line in lines_in(folder)] if step else []
+            kept = [(line, one) for line, one in read if one and one.step <= step]
+            earlier = [one for _, one in kept]
             self.steps = [  # of the epoch so far
-                one for one in kept.values() if isinstance(one, StepLine) and one.epoch == epoch
+                one for one in earlier if isinstance(one, StepLine) and one.epoch == epoch
             ]
-            self.evaluations = [one for one in kept.values() if isinstance(one, EvalLine)]
-            recorded = max((one.step for one in kept.values()), default=0)
-            if damaged := sum(one is None for one in records.values()):
+            self.evaluations = [one for one in earlier if isinstance(one, EvalLine)]
+            recorded = max((one.step for one in earlier), default=0)
+            if damaged := sum(one is None for _, one in read):
                 self.say(f"warning: {metrics}: {damaged} damaged line(s) are left out")
-            replace_file(metrics, "".join(f"{line}\n" for line in kept))
+            replace_file(metrics, "".join(f"{line}\n" for line, _ in kept))
             self.file: Any = metrics.open("a", buffering=1)
             write_json(folder / "config.json", asdict(self.config), allow_nan=False)
             write_json(folder / "environment.json", asdict(self.environment), allow_nan=False)

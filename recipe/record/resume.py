@@ -54,14 +54,14 @@ def resume(
     then makes the folder ready for what will be written."""
     progress, world = Progress(), ranks.world
     if config.resume is not None:
-        path, holder, kept = None, 0, [0]
+        path, holder, is_kept = None, 0, False
         try:
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
             if OWN_RANK in os.environ:
                 own = [int(spare.step) if spare else 0, step_in_name(path) if path else 0]
                 kept, saved = ranks.rows(torch.tensor(own)).T.tolist()
-                if max(kept) > max(saved):
+                if is_kept := max(kept) > max(saved):
                     holder = kept.index(max(kept))
                     path = spare.state if spare and holder == world.rank else None
             contents = load_on_all_ranks(path, ranks, holder)
@@ -73,7 +73,7 @@ def resume(
         if contents is not None:
             name = str(path or config.resume)
             progress = restore(contents, parts, config, world, data, name)
-            if spare and progress.step == max(kept):
+            if spare and is_kept:
                 spare.take_statistics(progress.step)
             changed = changed_settings(contents, config, world)
             if changed and world.is_first:

@@ -30,11 +30,12 @@ class Spare:
 
     def keep(self, contents: dict[str, Any], step: int) -> None:
         """Keep what a checkpoint of `step` would hold."""
+        self.forget()  # until all of it is there
         torch.save(contents, self.state)
         self.step[0] = step
 
     def forget(self) -> None:
-        """Training has gone on: the state is no longer that of the last step."""
+        """Have no state: training goes on, and it is no longer that of the last step."""
         self.step[0] = 0
 
     def note_statistics(self, step: int) -> None:
