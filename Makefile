@@ -46,6 +46,7 @@ doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those h
 PYTEST := $(IN_VENV) python -m pytest tests
 define run_tests
 told=$$(mktemp); $(PYTEST) --part "launch$(1)" $(ARGS) >$$told 2>&1 & launches=$$!; \
+	trap 'kill $$launches; wait; rm -f $$told; exit 130' INT TERM; \
 	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --part "not launch$(1)" $(ARGS); \
 	unit=$$?; [ $$unit -ne 2 ] || kill $$launches; \
 	wait $$launches; launch=$$?; cat $$told; rm $$told; \

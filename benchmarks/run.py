@@ -55,6 +55,10 @@ def bench(
     plans = {path.stem: path for path in (PLANS / ("gpu_plans" if gpu else "plans")).glob("*.toml")}
     for name in only:
         refuse((name not in plans, f"--only {name}: take of {', '.join(sorted(plans))}"))
+    refuse(
+        (links and (only or gpu), "--links: takes the place of plans; leave --only and --gpu out"),
+        (any(rate <= 0 for rate in links), "--links: takes rates above 0 Gb/s"),
+    )
     out = out or Path("runs") / "bench" / utc_stamp()
     how = ["--until-interval", "0.5%", "--minutes", str(minutes)]
     if quick:

@@ -29,7 +29,8 @@ FLAGS: Flags = {
     "--csv": {"action": "store_true", "help": "print one line per run, columns named with their "
               "units"},
     "--json": {"action": "store_true", "help": "print all of the report and every run's figures"},
-    "--html": {"type": Path, "metavar": "FILE", "help": "the page (default: report.html in DIR)"},
+    "--html": {"type": Path, "metavar": "FILE", "help": "the page (default: "
+               "report.html in DIR, for one comparison in no other form)"},
     "--svg": {"type": Path, "metavar": "FOLDER", "help": "write every plot as a file"},
     "--no-html": {"action": "store_true", "help": "no page"},
 }  # fmt: skip
@@ -44,6 +45,7 @@ def guarded_report(argv: list[str]) -> int:
     refuse(
         (len(printed) > 1, f"--{' and --'.join(printed)}: ask for one at a time"),
         (options.html and options.no_html, "--html and --no-html exclude each other"),
+        (options.html == Path(), "--html: name a file"),
         (several and options.svg, "--svg: several comparisons have no plots"),
     )
     try:
@@ -53,11 +55,6 @@ def guarded_report(argv: list[str]) -> int:
             raise
         packages = "msgspec scipy tabulate jinja2"
         raise UserError(f"this needs {error.name}: pip install {packages}") from None
-    except OSError as error:
-        raise UserError(
-            f"{error.filename}: {error.strerror}; --html FILE writes the page elsewhere, --no-html "
-            "none"
-        ) from None
     return 0
 
 
@@ -82,8 +79,14 @@ def report(options: argparse.Namespace, form: str) -> None:
     for plot in draw_plots(reports[0]) if options.svg else []:
         files[options.svg / f"{plot.name}.svg"] = standalone(plot.svg)
     for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, text)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename}: {error.strerror}; --html FILE writes the page elsewhere, "
+                "--no-html none"
+            ) from None
         print(f"written: {path}\n", file=sys.stdout if form == "text" else sys.stderr)
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)

@@ -37,7 +37,6 @@ from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import (
-    SLURM,
     most_on_a_host,
     path_from_here,
     read_allocation,
@@ -182,7 +181,10 @@ def unfinished_folder(plan: Plan) -> Path | None:
     folder = newest_comparison(RUNS)
     if folder is None:
         return None
-    old, plan = read_plan(folder / "plan.json"), resumed(plan, folder)
+    try:
+        old, plan = read_plan(folder / "plan.json"), resumed(plan, folder)
+    except UserError:  # which report.py would say: it is another comparison in any case
+        return None
     is_this = not plan_differences(old, plan_record(plan, "")) and old.end == plan.end
     return folder if is_this and not is_finished(plan, folder) else None
 
@@ -431,7 +433,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         configurations=tuple(dict.fromkeys(plan.configurations)),
         workers=tuple(sorted(set(plan.workers))),
         trainer_arguments=Words((*words, *after_dashes)),
-        allocation=read_allocation() if plan.named_hosts == SLURM else None,
+        allocation=read_allocation() if plan.is_allocation else None,
     )
     check_plan(plan)
     refuse((

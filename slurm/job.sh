@@ -35,7 +35,7 @@ allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodru
     python -c 'from compare.plan.environment import read_allocation; print(read_allocation())'
 }
 
-free_port() {  # where the ranks meet, and no other job's do; no kernel gives it away
+meeting_port() {  # where the ranks meet, and no other job's do; no kernel gives it away
     echo $((20000 + SLURM_JOB_ID % 12000))
 }
 

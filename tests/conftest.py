@@ -63,9 +63,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def made(launcher: str, engine: str, arguments: str, ranks: int) -> Path:
         folder = tmp_path_factory.mktemp("trained") / "run"
         checkpoints = "--checkpoint-steps 20 --keep-checkpoints 5"
-        # The plain ones start for real, for test_launch.py, with each launcher and engine once: but
-        # the campaign of faults starts torchrun.
-        warm = bool(arguments) or launcher in ("python", "torchrun", "mpirun --transport gloo")
+        # The plain ones start for real, for test_launch.py, with each launcher and engine once.
+        warm = bool(arguments) or launcher in ("python", "mpirun --transport gloo")
         train(folder, launcher, engine, f"{checkpoints} {arguments}", ranks, warm)
         return folder
 

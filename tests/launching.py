@@ -172,7 +172,7 @@ def run(
             seconds = time.monotonic() - started
             if process.poll() is not None:  # what it leaves may take its time to end
                 with suppress(AssertionError):
-                    wait_until(lambda: not marked(mark), 30, pause=0.1)
+                    wait_until(lambda: not marked(mark), 10, pause=0.1)
             left = marked(mark)
             for survivor in left:
                 survivor.kill()

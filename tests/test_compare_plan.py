@@ -192,6 +192,8 @@ def test_flags_win_over_the_file(here):
         ("null = true\ncontrol = 3", ["control = 3", "percentage"]),
         ("global_batch_size = 64", ["global-batch-size", "global-learning-rate"]),
         ("hosts = 'a:2,b'", ["'b'", "name:N"]),
+        ("[side.a]\ncommand = 'a'\ncopies = 2\n[side.b]\ncommand = 'b'\ncopies = 1",
+         ["side.a.copies = 2", "one launcher"]),
         ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
     ],
 )  # fmt: skip
@@ -525,6 +527,18 @@ def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) ->
         again = make_plan(parse_options([str(file)], ""))
         assert again == Plan(**asked | {"plan_file": str(file)})
         copy.write_text(json.dumps(plan_table(plan)))  # as the report's page has it
+
+
+def test_a_recorded_plan_of_before_in_which_scripts_had_one_copy_reads_back(tmp_path):
+    plan, path = plan_of("--side", "a=x a.py", "--side", "b=x b.py"), tmp_path / "plan.json"
+    write_plan(path, plan_record(plan, "2026-11-21T12:00:00+00:00"))
+    record = read_plan(path)
+    told = json.loads(path.read_text())
+    for side in told["side"].values():
+        side["copies"] = 1
+    path.write_text(json.dumps(told))
+    assert read_plan(path) == record
+    assert plan_of(str(path)).side == plan.side
 
 
 @pytest.mark.parametrize(("change", "told"), [

@@ -224,6 +224,7 @@ def test_json_is_json_even_of_a_training_that_diverged(folder, capsys):
     ("arguments", "words"),
     [
         (["--csv", "--json"], "--csv and --json: ask for one at a time"),
+        (["--html", ""], "--html: name a file"),
         ([".", "--svg", "plots"], "several comparisons have no plots"),
         (["--html", "page.html", "--no-html"], "exclude each other"),
     ],

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from elastic import (
+    LOG_INTERVAL,
     audited,
     check_audit,
     checked_steps,
@@ -22,6 +23,7 @@ from elastic import (
     images_of,
     ranks_among,
     steps_in,
+    steps_without_figures,
     write_slots,
 )
 from launching import (
@@ -47,11 +49,11 @@ def ranks_below(launcher: subprocess.Popen) -> dict[int, psutil.Process]:
 
 
 def train_until_stopped(
-    folder: Path, flags: str, meanwhile: Callable[[subprocess.Popen, Path], None]
+    folder: Path, slots: str, flags: str, meanwhile: Callable[[subprocess.Popen, Path], None]
 ) -> list[dict[str, Any]]:
     """The steps of a run in which this happens after 20 steps, and which is asked to stop in its
     second epoch: without a gap in the stream of images, and none twice."""
-    write_slots(folder, "localhost:2")
+    write_slots(folder, slots)
 
     def happen(launcher: subprocess.Popen) -> None:
         wait_until(lambda: len(steps_in(folder)) > 20)
@@ -63,17 +65,24 @@ def train_until_stopped(
     finished = run(words, 280, happen, **audited(folder)).checked()
     steps = checked_steps(folder)
     check_audit(folder)
+    assert len(steps_without_figures(folder)) <= LOG_INTERVAL * len(resumed_at(folder))
     assert f"stopped after step {steps[-1]['step']}" in finished.output, finished.output
     return steps
 
 
 def kill_then_change_hosts(launcher: subprocess.Popen, folder: Path) -> None:
-    """Two ranks, of which one is killed, then one, then two again."""
+    """Two ranks, of which one is killed, then one, then three."""
     ranks_below(launcher)[1].kill()
     wait_until(lambda: len(resumed_at(folder)) == 1)
-    for number in (1, 2):
+    for number in (1, 3):
         write_slots(folder, f"localhost:{number}")
         wait_until(lambda number=number: images_of(steps_in(folder)[-1]) == 12 * number)
+
+
+def lose_host(launcher: subprocess.Popen, folder: Path) -> None:
+    """Horovod takes it out of the job."""
+    ranks_below(launcher)[1].parent().kill()
+    wait_until(lambda: images_of(steps_in(folder)[-1]) == 12)
 
 
 def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
@@ -84,18 +93,24 @@ def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("flags", "happens", "resumes"),
-    [("", kill_then_change_hosts, 3), rarely("--stall-timeout 10", freeze_rank, 1)],
+    ("slots", "flags", "happens", "resumes", "ranks"),
+    [
+        ("localhost:2", "", kill_then_change_hosts, 3, 3),
+        rarely("localhost:1\n127.0.0.1:1", "", lose_host, 1, 1),
+        rarely("localhost:2", "--stall-timeout 10", freeze_rank, 1, 2),
+    ],
 )
 def test_ranks_are_lost_and_hosts_change(
+    slots: str,
     flags: str,
     happens: Callable[[subprocess.Popen, Path], None],
     resumes: int,
+    ranks: int,
     tmp_path: Path,
 ) -> None:
-    steps = train_until_stopped(tmp_path, flags, happens)
+    steps = train_until_stopped(tmp_path, slots, flags, happens)
     assert len(resumed_at(tmp_path)) == resumes
-    assert images_of(steps[-1]) == 12 * 2
+    assert images_of(steps[-1]) == 12 * ranks
 
 
 @pytest.mark.launch

@@ -24,6 +24,7 @@ from compare.page.tables import (
     POOLED,
     Table,
     all_tables,
+    escaped,
     goals_tables,
     side_by_side_tables,
     square_tables,
@@ -80,11 +81,6 @@ def as_markdown(reports: Sequence[Report]) -> str:
         limits=[f"- {escaped(line)}" for line in reports[0].limits],
     )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", str(text).strip()) + "\n"
-
-
-def escaped(text: str) -> str:
-    """Keep Markdown from reading signs in a text as marks; `_` inside of words is none."""
-    return re.sub(r"[\\`*<|]", r"\\\g<0>", text)
 
 
 # ------------------------------------------------------------------------------------------- HTML

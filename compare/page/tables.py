@@ -1,5 +1,6 @@
 """The report's tables: each column is described once, for the page, the terminal and Markdown."""
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -374,12 +375,17 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
     return [table for table in found if table.lines]
 
 
+def escaped(text: str) -> str:
+    """Keep Markdown from reading signs in a text as marks; `_` inside of words is none."""
+    return re.sub(r"[\\`*<|]", r"\\\g<0>", text)
+
+
 def table_text(table: Table, markdown: bool = False) -> str:
     """Return a table for the terminal, where long texts take several lines, or as Markdown."""
     headers = [column.name for column in table.columns]
     cells = [[f"{cell.text} {cell.aside}".rstrip() for cell in row] for row in table.rows]
     if markdown:
-        cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
+        cells = [[escaped(cell) for cell in line] for line in cells]
     else:
         cells = [[textwrap.fill(cell, 40) for cell in line] for line in cells]
         wrapper = textwrap.TextWrapper(8, break_long_words=False, break_on_hyphens=False)

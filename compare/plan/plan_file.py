@@ -113,6 +113,7 @@ def read_plan_file(name: str) -> dict[str, Any]:
         else:
             table = tomllib.loads(text)
         take_hostfile(table)
+        take_copies(table)
         for own in ("configuration", "side"):
             if "configurations" not in table and own in table:
                 table["configurations"] = list(table[own])
@@ -121,6 +122,18 @@ def read_plan_file(name: str) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from None
     shown = path.relative_to(ROOT) if path.parent == PLANS else path
     return {**table, "plan_file": str(shown)}
+
+
+def take_copies(table: dict[str, Any]) -> None:
+    """Take out of a plan of before that each of its scripts is started once, as all are now;
+    UserError if one was to be started more often."""
+    for name, side in table.get("side", {}).items():
+        copies = side.pop("copies", 1) if isinstance(side, dict) else 1
+        refuse((
+            copies != 1,
+            f"side.{name}.copies = {copies!r}: a side is started once now; let one launcher start "
+            "its processes, and report what was measured so with the version that did it",
+        ))  # fmt: skip
 
 
 def take_hostfile(table: dict[str, Any]) -> None:
@@ -387,6 +400,7 @@ def read_plan(path: Path) -> PlanRecord:
                 f"format is {format!r}, and this version reads {FORMAT}: report it with the "
                 "version that measured it, or measure again"
             )
+        take_copies(told)
         plan = typed(told, PlanRecord)
         check_names(plan)
         plan.runs()  # which raises if they cannot be made

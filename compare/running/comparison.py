@@ -17,7 +17,7 @@ from compare.evidence.paired import MIN_BLOCKS, confidence_after
 from compare.evidence.reading import (
     TimedSummary,
     blocks_of_runs,
-    read_block,
+    parse_block,
     read_object,
     read_outcome,
     read_record,
@@ -176,13 +176,14 @@ def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]
     blocks, before = list[Block](), ""
     while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
         try:
-            before = read_sealed(path, folder, before)["digest"]
+            told = read_sealed(path, folder, before)
         except UserError as error:
             raise UserError(
                 f"{error}; delete this block's folder and those of the blocks after it, and the "
                 "same command measures them anew"
             ) from None
-        blocks.append(read_block(path))
+        blocks.append(parse_block(told, path))
+        before = told["digest"]
     return blocks
 
 

@@ -2,7 +2,7 @@
 
 Most of the time goes to decoding by libjpeg-turbo (decoding.py), which stops where the crop ends.
 Only the crop is resized, by torch's vectorised integer arithmetic, straight into the batch.
-(benchmarks/input_pipeline.py measures it.)
+(benchmarks/plans/input-pipeline.toml measures it.)
 """
 
 import hashlib

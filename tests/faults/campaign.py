@@ -259,7 +259,7 @@ class Trial:
     def carry_out(self, expected: str) -> None:
         """Do all of it; AssertionError if the training does not end with the weights of which this
         is the digest, or does not keep another promise."""
-        scenario = self.scenario
+        scenario, others = self.scenario, set(os.listdir("/dev/shm"))
         with ExitStack() as stack:
             self.runs.mkdir()
             if scenario.on_hosts:
@@ -267,10 +267,11 @@ class Trial:
             elif os.geteuid() == 0:
                 self.memory.mkdir()
                 stack.enter_context(small_disk(self.memory, mb=1024))
+                others = set()
             if scenario.disk_mb:
                 stack.enter_context(small_disk(self.runs, scenario.disk_mb))
             finished = self.start(scenario.fault, **scenario.shim(self))
-            self.check_end(finished)
+            self.check_end(finished, others)
             if not scenario.heals:
                 if self.struck:
                     self.result.seconds_to_end = self.began + finished.seconds - self.struck
@@ -280,7 +281,7 @@ class Trial:
                 self.start(recover).checked()
             self.check_training(expected)
 
-    def check_end(self, finished: Finished) -> None:
+    def check_end(self, finished: Finished, others: set[str]) -> None:
         """What has to be so after a fault."""
         scenario, said = self.scenario, finished.output
         own_words = before_the_launchers_words(said)
@@ -299,16 +300,19 @@ class Trial:
         for checkpoint in (self.run_folder / "checkpoints").glob("*.pt"):
             assert zipfile.ZipFile(checkpoint).testzip() is None, f"{checkpoint} is damaged"
         with suppress(AssertionError):  # what the launcher leaves may take its time to end
-            wait_until(lambda: not self.left(), 15, 0.1)
-        left = self.left()
+            wait_until(lambda: not self.left(others), 15, 0.1)
+        left = self.left(others)
         assert not left, f"left: {left}"
 
-    def left(self) -> list[str]:
-        """Processes on the hosts, or files in the memory that one host's share."""
+    def left(self, others: set[str]) -> list[str]:
+        """Processes on the hosts, and files in /dev/shm that are not `others'` and nobody's."""
         words = [" ".join(one.cmdline()) for host in self.hosts for one in host.processes()]
         # sshd waits for a peer that is cut off for as long as its own settings say.
         words = [one for one in words if not one.startswith("sshd: ")]
-        return [*words, *(os.listdir(self.memory) if self.memory.exists() else ())]
+        if self.memory.exists():
+            return [*words, *os.listdir(self.memory)]
+        there = set(os.listdir("/dev/shm")) - others
+        return [*words, *sorted(there - shared())] if there else words
 
     def check_training(self, expected: str) -> None:
         """What has to be so in the end."""
@@ -324,6 +328,15 @@ class Trial:
         """Bring the link of the last host up, or down."""
         for host in self.hosts[-1:]:
             namespaces.ip("-n", host.namespace, "link", "set", "eth0", state)
+
+
+def shared() -> set[str]:
+    """The files in /dev/shm that a live process has in its memory: the training's are gone."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            found |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return found
 
 
 # ---- Faults ----
