@@ -1,11 +1,13 @@
 """From folders to batches on the device."""
 
 import contextlib
+import errno
 import itertools
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -320,6 +322,30 @@ def test_workers_end_with_a_killed_trainer(loading: Callable[[str], Path]) -> No
     for process in alive:
         process.kill()
     assert not alive
+
+
+# In the midst of fetching a batch: the worker has sent its challenge.
+DIES_FETCHING = """
+        multiprocessing.connection.answer_challenge = lambda *_: os.kill(os.getpid(), 9)
+        next(batches)
+"""
+
+
+def test_a_worker_says_nothing_of_a_trainer_that_was_killed(
+    loading: Callable[[str], Path],
+) -> None:
+    """Whose end comes to it as an error, if it was just handing over a batch."""
+    command = [sys.executable, str(loading(DIES_FETCHING))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)  # of workers, too
+    assert done.returncode == -signal.SIGKILL
+    assert not done.stderr
+
+
+def test_a_worker_says_what_else_keeps_it_from_handing_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data_module._show_error(OSError, OSError(errno.EMFILE, "Too many open files"), None)
+    assert "Too many open files" in capsys.readouterr().err
 
 
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {python} {script}"

@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shlex
+import sys
 import threading
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator
@@ -476,6 +477,7 @@ def _begin_worker(worker: int) -> None:
     """
     keep_freed_memory()
     prepare_output(UNREAD_S)
+    sys.excepthook = _show_error
     trainer = multiprocessing.parent_process()
     assert trainer is not None
 
@@ -484,6 +486,13 @@ def _begin_worker(worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error of the thread by which a loader worker hands its batches over; but not that
+    the trainer has closed the connection: it was killed, or tells its own error."""
+    if not issubclass(kind, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _synthetic_batches(
