@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -56,16 +57,25 @@ def start_loaders_server() -> None:
     util.get_temp_dir()  # from now on it is this one, for workers, too
     tempfile.tempdir = None
     forkserver.set_forkserver_preload(["recipe.session"])
-    resource_tracker.ensure_running()
     spawn = util.spawnv_passfds
-    if "recipe.session" in sys.modules:  # a fork of a process that has loaded it all
-        util.spawnv_passfds = _fork_instead  # type: ignore[assignment]
+    util.spawnv_passfds = _in_own_session  # type: ignore[assignment]
+    resource_tracker.ensure_running()
+    # A fork of a process that has loaded it all, if this is one.
+    is_loaded = "recipe.session" in sys.modules
+    util.spawnv_passfds = _fork_instead if is_loaded else spawn  # type: ignore[assignment]
     # What torchrun sends to a rank's whole group is for the rank: neither the server nor workers
     # that it forks get these signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watch.SIGNALS)
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     util.spawnv_passfds = spawn
+
+
+def _in_own_session(program: str, words: list[str], kept: list[int]) -> int:
+    """Start what in the end removes the workers' semaphores, and says nothing of it, where it
+    outlives them: mpirun kills a rank's whole group of processes. Its process ID."""
+    words = [program, "-Wignore", *words[1:]]
+    return subprocess.Popen(words, pass_fds=kept, start_new_session=True).pid
 
 
 def _fork_instead(_: object, words: list[str], kept: list[int]) -> int:

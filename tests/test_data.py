@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launching import rarely
+from launching import ROOT, rarely
 from making import CPU, a_config, a_world, folder_config, in_ranks, write_images
 from PIL import Image
 from test_images import encoded, noisy_jpeg, picture
@@ -322,6 +322,25 @@ def test_workers_end_with_a_killed_trainer(loading: Callable[[str], Path]) -> No
     for process in alive:
         process.kill()
     assert not alive
+
+
+KILLED_AS_A_GROUP = """
+import multiprocessing, os
+from recipe.start import start_loaders_server
+start_loaders_server()
+lock = multiprocessing.get_context("forkserver").Lock()
+print(lock._semlock.name.removeprefix("/"), flush=True)
+os.killpg(0, 9)
+"""
+
+
+def test_a_launcher_that_kills_all_processes_of_a_rank_leaves_no_semaphore() -> None:
+    """As mpirun does, when workers may not have begun, and the semaphores still have names."""
+    command = [sys.executable, "-c", KILLED_AS_A_GROUP]
+    done = subprocess.run(command, capture_output=True, start_new_session=True, text=True, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL and not done.stderr
+    name = done.stdout.strip()
+    assert name and not Path(f"/dev/shm/sem.{name}").exists()
 
 
 # In the midst of fetching a batch: the worker has sent its challenge.
