@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tarfile
 import types
 from importlib import metadata
 from pathlib import Path
@@ -66,6 +67,24 @@ def test_a_build_that_fails_leaves_no_entry_in_the_cache(tmp_path, monkeypatch):
     assert [path.name for path in cache.parent.iterdir()] == ["failed-key.log"]
 
 
+def test_archive_of_another_hash_is_refused_before_its_code_runs(tmp_path, monkeypatch, capfd):
+    ran, packed = tmp_path / "ran", tmp_path / "horovod-0.28.1"
+    packed.mkdir()
+    (packed / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    setup = f"import setuptools\nopen({str(ran)!r}, 'w')\n"
+    (packed / "setup.py").write_text(setup + "setuptools.setup(name='horovod', version='0.28.1')")
+    archive = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(packed, packed.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    cache = tmp_path / "wheels" / "key"
+    with pytest.raises(BuildError, match=r"pip download .* failed"):
+        build_horovod.build_wheel(FACTS, {"mpi_bin": tmp_path / "bin"}, cache)
+    assert f"Expected sha256 {build_horovod.SDIST_SHA256}" in capfd.readouterr().err
+    assert not ran.exists() and not any(cache.parent.iterdir())
+
+
 # ---- the source
 
 
@@ -88,6 +107,12 @@ def test_patch_changes_the_one_place(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\nfour\nsix\n")
     build_horovod.apply_patch(tmp_path, tmp_path / "a.patch")
     assert (tmp_path / "a.txt").read_text() == "one\n2\nthree\nfour\nfive\nsix\n"
+    with pytest.raises(BuildError, match=r"has 'one\\ntwo\\n' 0 times, not once"):
+        build_horovod.apply_patch(tmp_path, tmp_path / "a.patch")
+    (tmp_path / "a.txt").write_text(twice := "one\ntwo\none\ntwo\nfour\n")
+    with pytest.raises(BuildError, match=r"has 'one\\ntwo\\n' 2 times, not once"):
+        build_horovod.apply_patch(tmp_path, tmp_path / "a.patch")
+    assert (tmp_path / "a.txt").read_text() == twice
 
 
 def test_settings_for_running_horovod_do_not_reach_the_build(monkeypatch, tmp_path):

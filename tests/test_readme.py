@@ -180,6 +180,13 @@ def test_every_page_is_linked() -> None:
     assert "(docs/README.md)" in README
 
 
+def test_ci_calls_the_commands_of_the_readme() -> None:
+    commands = re.findall(r"^(make \w+) +#", README, re.MULTILINE)
+    assert commands == ["make compare", "make test"]
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert all(f"phase {name.split()[1]} {name}" in lines for name in commands)
+
+
 # The flags of the scripts that docs/flags.md is about, as their parsers have them.
 OTHERS = {
     "E": "-a -j -b -p -e --arch --workers --epochs --start-epoch --batch-size --lr --momentum "

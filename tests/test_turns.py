@@ -50,6 +50,8 @@ from compare.running.comparison import (
 )
 from compare.running.launch import marked_processes
 from compare.running.scheduler import (
+    MEANINGS,
+    NO_ROOM,
     MeasurementError,
     Rank,
     Scheduler,
@@ -351,6 +353,31 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
         measures.kill()
     rank.wait(60)
     watchdog.wait(60)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Failed to CUDA calloc async 608 bytes",
+        "NCCL WARN Cuda failure 2 'out of memory'",
+        "HorovodInternalError: ncclCommInitRank failed: unhandled cuda error (run with "
+        "NCCL_DEBUG=INFO for details)",
+    ],
+)
+def test_what_has_no_room_beside_others_says_so(line: str) -> None:
+    meaning = next(MEANINGS[sign] for sign in MEANINGS if sign in line)
+    assert meaning == NO_ROOM and "--measure runs" in meaning
+
+
+def test_a_gpu_that_lets_in_one_process_only_is_told_by_its_compute_mode() -> None:
+    line = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    meaning = next(MEANINGS[sign] for sign in MEANINGS if sign in line)
+    assert "compute mode" in meaning and "--measure runs" in meaning
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:

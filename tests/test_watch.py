@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -279,8 +278,18 @@ def test_a_rank_that_waits_little_for_a_core_says_nothing(
     assert len(list(watch._observe_cores(a_world()))) == 1  # a tick in which it waits on
     said = r"warning: rank 0 on \S+ waited for a core for \d+% of 60 s: .* it may use, or ranks and"
     assert bool(re.match(said, capsys.readouterr().err)) == tells
-    monkeypatch.undo()
-    assert 0 <= watch._waited_for_core_s() < time.monotonic()
+
+
+@pytest.mark.parametrize(
+    ("schedstat", "waited_s"), [(["5 7000000000 9"], 7.0), (FileNotFoundError("no such file"), 0.0)]
+)
+def test_how_long_a_rank_waited_for_a_core_is_what_the_kernel_says(
+    schedstat: Exception | list[str], waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = mock.create_autospec(Path.read_text, side_effect=schedstat)
+    monkeypatch.setattr(watch.Path, "read_text", read)
+    assert watch._waited_for_core_s() == waited_s
+    read.assert_called_once_with(Path("/proc/self/schedstat"))
 
 
 @pytest.mark.parametrize(
