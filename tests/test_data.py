@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, Mock, call
+from unittest.mock import DEFAULT, MagicMock, Mock, call
 
 import numpy as np
 import psutil
@@ -483,6 +483,32 @@ def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> 
     is_bad = pytest.raises(UserError, match=re.escape(data.train.name(4)))
     with is_bad if meter.replaced else contextlib.nullcontext():
         list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
+
+
+@pytest.mark.parametrize("where", ["decode", "resize"])
+@pytest.mark.parametrize("error", [MemoryError(), Image.DecompressionBombError("bomb")])
+def test_whatever_an_image_raises_names_it_or_replaces_it(
+    colored: Config, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training; in validation none is replaced."""
+    owner, name = (Image, "open") if where == "decode" else (images_module, "resize")
+    works, data, meter = getattr(owner, name), open_data(colored), InputMeter()
+    message = rf"\.png: cannot be read as an image \({str(error) or 'MemoryError'}"
+    strict = replace(colored, bad_images="error")
+    for batches in (
+        training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter),
+        training_batches(data, strict, a_world(), CPU, 0, 0, 9),
+        validation_batches(data, colored, a_world(), CPU, 0),
+    ):
+        fails_first = Mock(
+            wraps=works, side_effect=itertools.chain([error], itertools.repeat(DEFAULT))
+        )
+        monkeypatch.setattr(owner, name, fails_first)
+        is_replaced = not meter.replaced
+        with contextlib.nullcontext() if is_replaced else pytest.raises(UserError, match=message):
+            list(batches)
+    ((_, reason),) = meter.replaced.items()
+    assert re.search(message, reason)
 
 
 def test_where_no_good_image_is_found_training_ends(colored: Config) -> None:

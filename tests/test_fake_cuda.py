@@ -19,7 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from making import a_config, a_world
+from making import TinyNet, a_config, a_world
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -40,8 +40,8 @@ from recipe.ranks import Ranks
 from recipe.start import Hooks
 from recipe.training.batch_norm import align_batch_norm
 from recipe.training.metrics import batch_sums, evaluate
-from recipe.training.model import build_model
-from recipe.training.state import Progress, Trainables
+from recipe.training.model import build_ema, build_model, update_ema
+from recipe.training.state import Progress, Trainables, copy_buffers
 
 CUDA = torch.device("cuda", 0)
 SYNTHETIC = Data(None, None, 20, 10, 1000)
@@ -139,6 +139,28 @@ def test_evaluation_and_metrics(arch: str) -> None:
     targets = torch.zeros(4, dtype=torch.int64, device=CUDA)
     step = batch_sums(outputs, targets, nn.functional.cross_entropy(outputs, targets))
     assert on_gpu(step, sums + step)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("batch_norm", ["local", "average"])
+def test_averages(batch_norm: str) -> None:
+    config = a_config(model_ema=True, batch_norm=batch_norm)
+    with CUDA:
+        model = TinyNet()
+    ema = build_ema(model, config)
+    assert ema is not None
+    for step in (1, 2):  # the first is a copy
+        update_ema(ema, model, config, step)
+    copy_buffers(model, ema.module)
+    assert on_gpu(*ema.module.parameters(), *ema.module.buffers())
+    sent: list[torch.Tensor] = []
+
+    def exchange(values: torch.Tensor) -> torch.Tensor:
+        sent.append(values)
+        return values.clone()
+
+    align_batch_norm(model, config, Ranks(a_world(0, 2), exchange, exchange))
+    assert len(sent) == 1 and on_gpu(*sent)
 
 
 class Operations(TorchDispatchMode):

@@ -27,6 +27,7 @@ from recipe.settings.config import Config, is_resnet
 from recipe.training.batch_norm import SyncBatchNorm, align_batch_norm, replace_batch_norm
 from recipe.training.metrics import batch_sums, evaluate, means, validate
 from recipe.training.model import (
+    NORMS,
     autocast,
     build_criterion,
     build_ema,
@@ -229,6 +230,20 @@ def test_images_that_a_network_pools_away(arch: str) -> None:
     assert build_model(only_val, 10, download=True).training
 
 
+@pytest.mark.parametrize("settings", [{"arch": "resnet18", **sizes(8)}, {**SMALL, "batch_size": 1}])
+def test_checking_sizes_changes_no_model(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_config(**settings)
+    model = build_model(config, 10, download=True)
+    drawn = torch.rand(5)
+    monkeypatch.setattr("recipe.training.model._check_image_sizes", lambda model, config: None)
+    unchecked = build_model(config, 10, download=True)
+    assert torch.equal(torch.rand(5), drawn)
+    assert weights_sha256(unchecked) == weights_sha256(model)
+    assert all(module.training for module in model.modules())
+
+
 def publish(monkeypatch: pytest.MonkeyPatch, state: dict[str, Any] | Exception) -> Mock:
     """What stands in for torchvision's published weights of squeezenet1_1."""
     weights = Mock(url="https://example/weights.pth", meta={"categories": ["cat"] * 10})
@@ -261,6 +276,23 @@ def test_pretrained_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         publish(monkeypatch, error)
         with pytest.raises(UserError, match=r"example/weights.pth .*no route.*--weights"):
             build_model(config, 10, download=True)
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "vgg11_bn", "vit_b_16", "convnext_tiny", "swin_t"])
+def test_parameter_groups(arch: str) -> None:
+    """Each parameter once, norms and biases apart."""
+    config = a_config(arch=arch, wd=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3, **sizes(224))
+    with torch.device("meta"):
+        model = build_model(config, 10, download=True)
+    decays = [
+        (id(parameter), group["weight_decay"])
+        for group in parameter_groups(model, config)
+        for parameter in group["params"]
+    ]
+    norms = {id(p) for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
+    kinds = {id(p): 0.3 if name.endswith("bias") else 0.1 for name, p in model.named_parameters()}
+    assert sorted(decays) == sorted((kinds | dict.fromkeys(norms, 0.2)).items())
+    assert norms
 
 
 @pytest.mark.parametrize(

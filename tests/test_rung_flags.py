@@ -80,6 +80,17 @@ def rung_of(script: str) -> type[Rung]:
 
 
 @pytest.mark.parametrize("script", RUNGS)
+def test_a_flag_that_nobody_asks_for_is_found(script: str) -> None:
+    rung = rung_of(script)
+    assert not is_read("num_groups", rung)  # Horovod's alone
+    assert not is_read("tensor_steps", rung)  # of the engines' probes
+    assert is_read("arch", rung)
+    # Those that step in their own way lack what the common step asks for.
+    own_steps = ("ddp_with_rpc", "parameter_server", "rpc_pipeline")
+    assert is_read("clip_grad_norm", rung) == (script not in own_steps)
+
+
+@pytest.mark.parametrize("script", RUNGS)
 def test_each_flag_has_its_effect_or_is_refused(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
