@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from argparse import ArgumentTypeError
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from launching import run, words_of
 
 from compare import collectives
-from compare.collectives import BACKENDS, main
+from compare.collectives import BACKENDS, main, size_bytes
 from compare.page.allreduce import read_measurement, table, text_report
 from compare.plan.plan import Outcome
 from recipe import allreduce_loop as allreduce
@@ -239,6 +240,13 @@ def test_the_recorded_result_still_shows(capsys):
     shown = capsys.readouterr().out
     for row in (r"256 MiB  fp32 +349  0\.768 +192  1\.398", "model layers .* 3.53 .* decided"):
         assert re.search(row, shown)
+
+
+def test_sizes_are_read_as_they_are_written():
+    assert [size_bytes(text) for text in ("4096", "4K", "1g")] == [4096, 4096, 1 << 30]
+    for text in ("0", "6", "4T", "K"):
+        with pytest.raises(ArgumentTypeError, match=f"^{text} is no size: write 4096, 4K"):
+            size_bytes(text)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from records import a_plan, edit
 from test_compare_records import make_comparison, make_square
 
 from compare import report
+from compare.page.chart import PALETTE
 
 WIDTHS = (390, 1440)
 CHROMIUM = next(
@@ -177,6 +178,22 @@ def test_the_page_is_quiet_asks_for_nothing_and_nothing_lies_over_anything_else(
     assert pages[name].stat().st_size < 1_000_000
 
 
+BROAD = "td, th { white-space: nowrap !important; min-width: 12rem }</style>"
+
+
+@pytest.mark.parametrize(("pattern", "new", "width", "words"), [
+    ("<h2>Results", '<h2 style="margin-bottom:-40px">Results', 1440, "Results"),
+    ("(<svg[^>]*>)", r'\1<text x="340" y="60">far too far</text>', 1440, "sticks out of its plot"),
+    ("</style>", BROAD, 390, "runs into its value"),
+    ("</style>", BROAD, 1440, "is broader than the text"),
+])  # fmt: skip
+def test_the_check_sees_a_fault(browser, pages, tmp_path, pattern, new, width, words):
+    path = tmp_path / "page.html"
+    path.write_text(re.sub(pattern, new, pages["square"].read_text()))
+    with opened(browser, path, width) as page:
+        assert any(words in fault for fault in page.evaluate(FAULTS))
+
+
 def speeds(page: Any) -> list[float]:
     """The numbers of the first table's column images/s, as they are shown."""
     cells = page.locator("table.cards >> nth=0 >> tbody tr > :nth-child(3)").all_inner_texts()
@@ -286,3 +303,15 @@ def test_print_has_light_colours_and_no_buttons(browser, pages, name):
         assert not page.locator(".tools").first.is_visible()
         assert page.evaluate(FAULTS) == []
         assert len(page.pdf(format="A4")) > 10_000
+
+
+def test_colours_stand_in_one_place(pages):
+    """Each colour is a variable of PALETTE, on light and dark screens and on paper."""
+    for path in pages.values():
+        text = path.read_text()
+        style = text[text.index("<style>") : text.index("</style>")]
+        used = set(re.findall(r"var\(--([\w-]+)\)", text)) - {"serif", "sans", "mono", "c"}
+        assert used <= PALETTE.keys()
+        colours = [colour for three in PALETTE.values() for colour in three]
+        assert sorted(re.findall(r"#[0-9a-f]{3,6}\b", style)) == sorted(colours)
+    assert used and all(len(three) == 3 for three in PALETTE.values())

@@ -156,11 +156,16 @@ def test_the_page_asks_nothing_of_the_outside_and_keeps_its_order(folder):
     asking = r"(?:src|href|data|srcset|action|poster|background)=|<(?:link|iframe|img|object|embed)"
     assert not re.findall(rf"<[^>]*\s{asking}", text)
     assert not re.findall("@import|fetch\\(|XMLHttpRequest|WebSocket|://", text)
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
     assert re.findall(r"<h2>(.*?)</h2>", text) == [
         "Results", "Plots", "What was equal", "Commands", "Environment", "How to reproduce",
         "What this does not show",
     ]  # fmt: skip
     assert are_in_order(text, "times as fast as", "What was equal")
+    plots = re.findall(r"<svg[^>]*>", text)
+    assert len(plots) == 5
+    assert all('role="img"' in plot and re.search('aria-label="[^"]{30}', plot) for plot in plots)
 
 
 def test_what_is_unequal_is_red_on_the_page(folder):

@@ -23,7 +23,7 @@ from compare.evidence.turns import Purpose
 from compare.evidence.verdicts import correction_text, interaction, judge
 from compare.evidence.words import interval_text, labels_of
 from compare.page.findings import WARNINGS, Report, notices
-from compare.page.formats import as_text
+from compare.page.formats import as_page, as_text
 from compare.page.plots import draw_plots
 from compare.page.tables import ratio_cell
 
@@ -170,6 +170,18 @@ def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path):
     assert [fact.field for fact in verdict.differences] == ["cpu_model", "torch"]
     assert verdict.speed is None
     assert "torch changed between blocks: " in as_text([Report(comparison)])
+
+
+def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
+    folder = by_turns(tmp_path / "compare-1", blocks=3)
+    for path in folder.glob("turns/2-workers/*/ddp-mpi/0/run/config.json"):
+        edit(path, precision="bf16")
+    report = Report(load_comparison(folder))
+    differences = [[fact.field for fact in verdict.differences] for verdict in report.verdicts]
+    assert differences == [[], ["precision"], ["precision"], []]
+    page = as_page([report])
+    assert "1 thing differed that must be equal: precision" in page
+    assert "Everything that was recorded" not in page
 
 
 def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):
