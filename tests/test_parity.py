@@ -1,4 +1,4 @@
-"""Which step, layer and rank two runs part at, and by how much."""
+"""Which step, layer and rank two runs part at, and by how much, on made-up traces and real ones."""
 
 import itertools
 import json
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import launch
 from records import a_summary
 
 from compare.evidence.tensors import distance_of, ulp_distances
@@ -354,3 +355,29 @@ def test_a_failed_run_shows_its_output(tmp_path, monkeypatch, capsys):
     assert main(words.split()) == 2
     error = capsys.readouterr().err
     assert "ddp-torchrun-1 failed" in error and "no-such-flag" in error
+
+
+# -- Real runs -------------------------------------------------------------------------------------
+
+TINY = (
+    "--arch shufflenet_v2_x0_5 --train-crop-size 16 --val-crop-size 16 --val-resize-size 16 "
+    "--batch-size 12 --threads 1 --keep-checkpoints 0"
+)
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_another_seed_and_another_rate_are_told_apart(tmp_path, capsys):
+    """A real divergence, with its cause: not only made-up ones."""
+    records = {}
+    for name, flags in {"a": "", "seed": "--seed 7", "rate": "--base-lr 0.02"}.items():
+        flags = f"{TINY} {flags} --log-dir {tmp_path} --name {name} --max-steps 2 --tensor-steps 2"
+        done = launch("python", "ddp", flags, ranks=1)
+        assert done.returncode == 0, done.output
+        code = main([str(tmp_path / "a"), str(tmp_path / name), "--json"])
+        assert code == (name != "a")
+        records[name] = json.loads(capsys.readouterr().out)
+    first = records["seed"]["first_divergence"]
+    assert (first["kind"], first["step"]) == ("loss", 1)
+    assert records["rate"]["hint"].startswith("weight differs first, in step 1")
+    assert any("settings differ: base_lr" in note for note in records["rate"]["notes"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launching import launch, read_json
 
-from compare.evidence.profiles import read_exchange
+from compare.evidence.profiles import BYTES, read_exchange
 from compare.timeline import main
 
 BASE_NS = 1_790_857_026_000_000_000  # of the Unix clock, as torch writes it
@@ -304,4 +304,9 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         assert f"\n{name}\n" in out
         steps = read_exchange(tmp_path / name)
         assert len(steps) == 3
-        assert all(sum(message.gradients for message in one) == len(tensors) for one in steps)
+        for one in steps:
+            assert sum(message.gradients for message in one) == len(tensors)
+            assert all(m.ready <= m.met and m.ready <= m.began <= m.ended for m in one)
+            elements = read_json(tmp_path / name / "profile/gradients-rank-0.json")["elements"]
+            sent = sum(message.megabytes for message in one)
+            assert sent == pytest.approx(sum(elements.values()) * BYTES / 1e6)

@@ -1,16 +1,19 @@
-"""--tune: the search with made-up blocks, and what it writes."""
+"""--tune: the search with made-up blocks, what it writes, and once with real launchers."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import rarely, read_json
+from launching import SMALL, rarely, read_json
 from records import MadeUpBlocks
 from test_compare_plan import plan_of
 
 from compare import run as run_module
 from compare.evidence.paired import estimate_ratio
+from compare.evidence.records import load_comparison
+from compare.evidence.verdicts import judge
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run
 from compare.plan.plan_file import plan_differences, plan_record
@@ -231,3 +234,34 @@ def test_a_changed_file_of_knobs_makes_another_plan(blocks: MadeUpBlocks) -> Non
     assert plan_differences(first, same) == []
     [line] = plan_differences(first, other)
     assert line.startswith("knobs: ")
+
+
+# --------------------------------------------------------------------------- with real launchers
+
+
+@pytest.mark.launch
+@pytest.mark.full
+@pytest.mark.timeout(900)  # ten starts, of which a busy machine makes four a minute
+def test_tuning_and_training_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is asserted about speeds: of a search only that it comes to its end."""
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    cycle = {"0.5": Knobs({}, {"HOROVOD_CYCLE_TIME": "0.5"})}
+    search_only({"ddp": {"static": STATIC}, "horovod": {"cycle": cycle}}, monkeypatch)
+    monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
+    path, runs = tmp_path / "k.toml", tmp_path / "runs"
+    words = ["--tune", str(path), "--rounds", "3", "--out", str(runs), "--", *SMALL.split()]
+    assert main(words) == 0, capsys.readouterr()
+    assert re.search("all against the defaults|nothing was shown", path.read_text())
+    for engine, name, value in (("ddp", "static", "true"), ("horovod", "cycle", "0.5")):
+        folder = runs / engine / name / "1-values"
+        [verdict] = judge(load_comparison(folder))  # an ordinary comparison
+        assert (verdict.first, verdict.second, verdict.speed is None) == (value, "as-before", False)
+        run = folder / f"turns/2-workers/block-1/{value}/0/run"
+        assert read_json(run / "config.json")["static_graph"] is (engine == "ddp")
+        cycle_time = read_json(run / "environment.json")["variables"].get("HOROVOD_CYCLE_TIME")
+        assert cycle_time == (None if engine == "ddp" else "0.5")
