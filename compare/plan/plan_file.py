@@ -127,7 +127,8 @@ def read_plan_file(name: str) -> dict[str, Any]:
 def take_copies(table: dict[str, Any]) -> None:
     """Take out of a plan of before that each of its scripts is started once, as all are now;
     UserError if one was to be started more often."""
-    for name, side in table.get("side", {}).items():
+    sides = table.get("side")
+    for name, side in sides.items() if isinstance(sides, dict) else ():
         copies = side.pop("copies", 1) if isinstance(side, dict) else 1
         refuse((
             copies != 1,
