@@ -648,6 +648,12 @@ def test_each_image_of_an_epoch_so_many_times(
     ].tolist()
 
 
+def test_ranks_take_turns() -> None:
+    stream = SampleStream(100, 0)
+    ahead = stream.samples(np.arange(12))
+    assert list(stream.batches([(0, 3), (6, 3)], 1, 2)) == [ahead[1:6:2], ahead[7:12:2]]
+
+
 def test_order_depends_on_seed_and_epoch_alone() -> None:
     """And is fixed: else runs of older versions could not be resumed."""
     others = [permutation(8, 1, 0), permutation(8, 42, 1)]

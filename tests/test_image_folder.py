@@ -1,6 +1,7 @@
 """Listing a folder of class folders: what counts as an image, the cache, and the clear refusals."""
 
 import errno
+import functools
 import io
 import itertools
 import multiprocessing
@@ -559,6 +560,18 @@ def test_same_order_and_pixels_as_the_folder(folder: Path, made: Path, cache: Pa
     assert data.train is not None
     assert data.train.name(5) == f"{made}/train/train-000001.tar: b/1.png"
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_at_most_so_many_files_are_open(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = shards_module._opened.cache_parameters()["maxsize"]
+    assert most and most < 1024  # what a process may usually have
+    opened = functools.lru_cache(maxsize=2)(shards_module._opened.__wrapped__)
+    monkeypatch.setattr(shards_module, "_opened", opened)
+    shards = open_shards(made / "train")
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(len(shards)):
+        shards.read(index)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
 
 
 # ---- shards that are refused ----

@@ -280,6 +280,16 @@ def test_a_rank_that_waits_little_for_a_core_says_nothing(
     assert bool(re.match(said, capsys.readouterr().err)) == tells
 
 
+def test_a_rank_that_trains_observes_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_signs_of_life", [1.0])
+    monkeypatch.setattr(watch, "POLL_S", 0.01)
+    monkeypatch.setattr(watch, "_observe_cores", lambda world: map(int, ["observed"]))
+    monkeypatch.setattr(watch, "_end_frozen", mock.Mock(side_effect=TimeoutError))
+    ours, _theirs = socket.socketpair()
+    with pytest.raises(ValueError, match="observed"):
+        watch._watch(a_world(), ours, {}, stall_timeout=1)
+
+
 @pytest.mark.parametrize(
     ("schedstat", "waited_s"), [(["5 7000000000 9"], 7.0), (FileNotFoundError("no such file"), 0.0)]
 )
