@@ -17,6 +17,7 @@ from compare.page.allreduce import read_measurement, table, text_report
 from compare.plan.plan import Outcome
 from recipe import allreduce_loop as allreduce
 from recipe.allreduce_loop import Backend, pattern_of
+from recipe.command import parser_of
 from recipe.errors import UserError
 from recipe.world import World
 
@@ -277,6 +278,19 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(tmp_path, m
         assert f"warning: {name}: not available" in told
     plan = json.loads((tmp_path / "out" / "collectives.json").read_text())
     assert plan["backends"] == ["torch.distributed", "torch-mpi", "mpi4py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("torch.distributed", "--hosts a:1,b:1", "mpirun -np 2 -H a:1,b:1 "),
+        ("torch-mpi", "", "ddp_train/torch_allreduce.py .* --transport mpi --no-cuda "),
+        ("horovod-gloo", "--network-interface eth1", " GLOO_SOCKET_IFNAME=eth1 "),
+    ],
+)
+def test_commands(name, words, told):
+    options = parser_of("", "", collectives.FLAGS).parse_args(words.split())
+    assert re.search(told, " ".join(collectives.command(name, options, Path("x"))))
 
 
 def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path, monkeypatch, capsys):

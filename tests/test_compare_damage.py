@@ -171,6 +171,13 @@ def test_an_honest_mistake_is_found_under_a_whole_seal(made, message, folder, ca
     assert message in unreadable(folder, capsys)
 
 
+@pytest.mark.parametrize("place", [BLOCK, SIDE / "environment.json"])
+def test_what_cannot_be_read_is_one_line(place, folder, capsys):
+    (folder / place).unlink()
+    (folder / place).mkdir()
+    assert f"{folder / place} cannot be read: Is a directory" in unreadable(folder, capsys)
+
+
 LINES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "cut": lambda lines: [*lines[:-1], lines[-1][:40]],
     "no object": lambda lines: [*lines, b"[1]"],

@@ -33,6 +33,7 @@ from compare.evidence.verdicts import judge
 from compare.evidence.words import labels_of
 from compare.page.findings import MISSING, Report, notices
 from compare.page.formats import as_markdown, as_page, as_text
+from compare.page.plots import ALONE, draw_plots
 from compare.page.tables import PHASES
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Share
@@ -472,6 +473,13 @@ def test_phases_of_turns_add_up_to_the_verdicts_difference(tmp_path):
     assert whole.mean < 0 and exchange.mean + exchange.half_width < 0  # as the turns have it
     text = as_text([Report(comparison)])
     assert re.search(r"ddp-torchrun − horovod-mpi .* −\d+\.\d ±\d", text)
+
+
+def test_with_one_worker_no_communication_is_to_blame(tmp_path):
+    comparison = by_turns(tmp_path / "compare-1", SPEEDS, workers=1)
+    [plot] = [one for one in draw_plots(Report(comparison)) if one.name == "step-breakdown"]
+    told = str([layer.texts for layer in plot.layers])
+    assert ALONE in plot.caption and f": {ALONE} " in told and ": exposed" not in told
 
 
 def test_where_one_did_not_measure_the_exchange_it_is_part_of_backward_in_both():

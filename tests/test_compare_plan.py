@@ -667,6 +667,9 @@ def test_hosts_of_a_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_program(tmp_path / "scontrol", "echo Invalid hostlist >&2; exit 1")
     with pytest.raises(UserError, match=r"rack\[1-3\].*Invalid hostlist"):
         read_allocation()
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="No such file or directory: 'scontrol'"):
+        read_allocation()
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
     with pytest.raises(UserError, match="with --ntasks-per-node"):
         read_allocation()

@@ -466,6 +466,19 @@ def test_blocks_are_added_until_the_interval_is_narrow(comparing):
     assert len(comparing.starts()) == 2 * blocks
 
 
+def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
+    output = comparing.run(*UNTIL, "1%", "--minutes", "0.001", "--", "--spread", "all")
+    assert "would pass the 0.001 minutes" in output
+    assert "the widest interval is +-" in output and len(comparing.starts()) == 6
+    comparing.run(*UNTIL[:-1], "--blocks", "4", "--", "--spread", "all")
+    _, extension = comparing.plan()["ends"]
+    assert extension["blocks"] == 4 and len(comparing.starts()) == 8
+    failing = ("--spread", "all", "--fail", "block-2/horovod-mpi-1")
+    output = comparing.run(*UNTIL, "1%", "--out", "failing", "--", *failing, code=1)
+    assert "1 of 4 runs failed" in output
+    assert comparing.plan("failing")["blocks_there"] == 2
+
+
 def test_warnings_are_printed_and_written_down(comparing):
     for blocks, starts, is_said in (("2", 4, True), ("3", 6, True), ("3", 6, False)):
         output = comparing.run(*SMALL, "--blocks", blocks, "--", "--loaded")

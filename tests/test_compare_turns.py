@@ -22,8 +22,8 @@ from compare.evidence.rows import speed_rows
 from compare.evidence.turns import Purpose
 from compare.evidence.verdicts import correction_text, interaction, judge
 from compare.evidence.words import interval_text, labels_of
-from compare.page.findings import WARNINGS, Report, notices
-from compare.page.formats import as_page, as_text
+from compare.page.findings import WARNINGS, Report, SideBySide, notices
+from compare.page.formats import as_markdown, as_page, as_text
 from compare.page.plots import draw_plots
 from compare.page.tables import ratio_cell
 
@@ -132,6 +132,16 @@ def test_each_point_of_speed_over_the_experiment_is_a_turn_that_counts(tmp_path)
     assert [len(layer.points) for layer in plot.layers] == [3 * 5] * 2
 
 
+def test_at_one_number_of_workers_throughput_is_bars_with_intervals(square):
+    [plot] = [one for one in draw_plots(Report(square)) if one.name == "throughput"]
+    assert [row.name for row in plot.rows] == [*labels_of(square).values()]
+    bars, lines = plot.layers[::2], plot.layers[1::2]
+    for drawn, line, row in zip(bars, lines, speed_rows(square), strict=True):
+        (start, _), _, (end, _) = drawn.points
+        [(low, _), (high, _)] = line.points
+        assert start == 0 and 0 < low < end == row["images_per_second"] < high
+
+
 def test_blocks_whose_ratios_resemble_those_before_are_named(tmp_path):
     def drifting(turn: dict[str, Any], number: int) -> float:
         return turn["seconds"] * (1 - 0.05 * number * (turn["side"] == "ddp-torchrun"))
@@ -190,6 +200,18 @@ def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):
         edit_fingerprint(path, "learning_rates_sha256", "c" * 64)
     [verdict] = judge(load_comparison(folder))
     assert [fact.field for fact in verdict.differences] == ["learning_rates_sha256"]
+
+
+def test_beside_whole_runs_stands_all_that_a_verdict_rests_on(square, tmp_path):
+    plan = a_plan(configurations=SQUARE[:2], workers=(2,))
+    folder = make_comparison(tmp_path / "compare-2", plan)
+    edit_fingerprint(folder / "block-2/horovod-gloo-2", "learning_rates_sha256", "c" * 64)
+    edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
+    both = [Report(square), Report(load_comparison(folder))]
+    assert SideBySide(both).differences["measured by"] == ["turns", "runs"]
+    for text in (as_text(both), as_markdown(both), as_page(both)):
+        for words in ("corrected by Holm", "learning_rates_sha256: ", "was built without NCCL"):
+            assert words in text
 
 
 def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):

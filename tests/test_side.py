@@ -245,6 +245,11 @@ def test_a_mistake_is_one_message_that_names_the_side(second, message, compare_s
     assert "report.py" not in told
 
 
+def test_a_command_that_does_not_exist_is_named(compare_scripts, tmp_path):
+    code, told = compare_scripts("bad=no-such-launcher x.py", script(tmp_path, "good"))
+    assert code == 1 and re.search(r"bad ended with .* 127:\n  \| .*no-such-launcher", told)
+
+
 def test_a_script_that_starts_its_own_ranks_says_how_many(compare_scripts, tmp_path):
     pair = script(tmp_path, "pair", before=FORKS, of_side="ranks=2")
     code, told = compare_scripts(script(tmp_path, "one"), pair)
