@@ -19,6 +19,7 @@ from test_compare_records import edit_fingerprint, make_comparison, make_square
 from compare import report
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
+from compare.evidence.rows import training_rows
 from compare.page.findings import Report
 from compare.page.formats import as_page
 from compare.page.plots import draw_plots
@@ -104,6 +105,9 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     text = report_text(folder, capsys)
     assert re.search(r"parameter-server +2 +400 .* 2\.5 +0\.75", text)
     assert "bubble, %" not in text, "none of them is a pipeline"
+    edit(folder / "block-1/ddp-torchrun-2/outcome.json", status="failed")
+    after = training_rows(load_comparison(folder))[2]
+    assert after["weights"] == "0 of 2 equal"  # in block 1 there is nothing to compare with
 
 
 @pytest.mark.parametrize(

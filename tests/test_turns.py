@@ -17,6 +17,7 @@ from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -57,6 +58,7 @@ from compare.running.scheduler import (
     Scheduler,
     make_turn,
     run_block,
+    start_side,
 )
 from compare.running.take_turns import State, receive, send
 from recipe import start
@@ -246,6 +248,14 @@ def test_sides_take_turns_and_leave_nothing(
         assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
     assert lines[0] == "starting one, pair"
     assert lines[-1].startswith("round 2 of 2, ")
+
+
+def test_ranks_on_other_hosts_get_what_they_are_told(tmp_path: Path) -> None:
+    launches, over_two = Mock(), replace(trainer("ddp-mpirun"), hosts="a.invalid:1,b.invalid:1")
+    start_side(over_two, tmp_path, launches, "who")
+    words, _, variables = launches.launch.call_args.args
+    assert "mpirun -x COMPARE_RUN -x COMPARE_SCHEDULER " in " ".join(words)
+    assert variables["COMPARE_SCHEDULER"] == "who"
 
 
 def test_on_gpus_a_side_warms_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
