@@ -171,7 +171,7 @@ def test_what_must_be_equal_between_configurations_that_share_it(tmp_path, plan,
 
 CORNERS = ("ddp-gloo", "horovod-mpirun-gloo", "ddp-mpi", "horovod-mpirun-mpi")
 OWN = VIEWS, BACKEND, SLEEP, YIELD = (
-    "DDP's gradients are views", "made of mpi4py", "Horovod sleeps", "yields its core",
+    "DDP's gradients are views", "runs on mpi4py", "Horovod sleeps", "yields its core",
 )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_a_report_says_what_is_this_projects_own(tmp_path, names, device, flags,
     report = Report(comparison)
     assert {text for text in OWN if text in report.ours} == said
     for written in (as_text([report]), as_markdown([report]), as_page([report])):
-        assert ("Not as the engines come" in written) is bool(said)
+        assert ("Not the defaults of the engines" in written) is bool(said)
     assert sorted(comparison.square.values()) == (sorted(names) if names == CORNERS else [])
 
 
@@ -355,7 +355,7 @@ def set_speeds(comparison: Comparison, pairs: list[tuple[float, float]], case: s
             [(105.0, 100.0), (104.9, 100.0), (105.1, 100.0)],
             "At 2 workers a difference was shown between DDP over Gloo and itself (speed "
             "ratio 1.050, 95 % interval 1.048 to 1.052, 3 blocks). This machine or this plan is "
-            "not fit to tell differences of 5 % (",
+            "not fit to measure differences of 5 % (",
         ),
         (  # any difference, be it within the margin
             [(101.0, 100.0), (101.1, 100.0), (100.9, 100.0)],

@@ -83,7 +83,7 @@ def test_comparisons_of_one_question_are_summarized(tmp_path):
 def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path):
     reports = two_comparisons(tmp_path, torch="3.0", hosts=["one", "two"], cores=99)
     for text in (as_text(reports), as_markdown(reports), as_page(reports)):
-        [fields] = re.findall(r"they differ in what they ask: (.*?)\.", " ".join(text.split()))
+        [fields] = re.findall(r"They differ in: (.*?)\.", " ".join(text.split()))
         assert {*fields.split(", ")} == {"torch", "hosts", "cores"}
         assert "Over occasions" not in text
     assert json.loads(as_json(reports))["occasions"] == []
@@ -142,4 +142,4 @@ def test_what_is_kept_asks_the_same_as_what_is_not(tmp_path, monkeypatch, fields
     assert "~/one/0" in (both[0] / "runs.jsonl").read_text()
     told = SideBySide([Report(load_comparison(one)) for one in both])
     assert bool(told.not_pooled) == is_other and len(told.occasions) == 5 * (not is_other)
-    assert not is_other or "ask: train_dir." in told.not_pooled
+    assert not is_other or "differ in: train_dir." in told.not_pooled

@@ -42,18 +42,18 @@ WITH_DELAY = {
     "undecided": "a delay of {delay} was not found in {first}",
 }
 UNFIT = (
-    ". This machine or this plan is not fit to tell differences of {difference} (by chance alone "
-    "this comes about in one null test of twenty: run it again)"
+    ". This machine or this plan is not fit to measure differences of {difference} (chance alone "
+    "does this in one null test of twenty: run it again)"
 )
 NOT_FOUND = (
-    ". This interval should contain the delay and not 1; by chance alone it does not in one null "
-    "test of twenty, and oftener where it is wide: run it again, or longer"
+    ". This interval should contain the delay and exclude 1; by chance alone it fails to in one "
+    "null test of twenty, and more often if it is wide: run it again, or for longer"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is said of two configurations in one case at one number of workers."""
+    """The verdict on two configurations, in one case at one number of workers."""
 
     case: str
     workers: int
@@ -62,22 +62,21 @@ class Verdict:
     first_label: str
     second_label: str
     differences: tuple[Fact, ...]  # that forbid a verdict
-    margin: float  # within which "equal" is said
-    unit: str = "images"  # in which speeds are told
-    is_null_test: bool = False  # both are the same: a difference would be the machine's
-    delay: float | None = None  # of a null test's control: the second waits this share longer
-    speed: Estimate | None = None  # first / second, images a second
-    cpu: Estimate | None = None  # first / second, CPU time an image
+    margin: float  # largest difference that counts as "equal": 0.03 is 3 %
+    unit: str = "images"  # what speeds count, per second
+    is_null_test: bool = False  # both sides are the same: any difference comes from the machine
+    delay: float | None = None  # in a null test's control: the second's steps take this share more
+    speed: Estimate | None = None  # first / second, images per second
+    cpu: Estimate | None = None  # first / second, CPU time per image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
-    equal_work: str = ""  # of a user's own scripts: is it shown that they do equal work?
+    equal_work: str = ""  # for a user's own scripts: whether equal work is shown, in words
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
-    is_finished: bool = True  # False: the plan would measure on, and nothing is decided yet
-    family: int = 1  # verdicts of the report that Holm's correction is over
+    is_finished: bool = True  # False: the plan needs more blocks, and nothing is decided yet
+    family: int = 1  # number of verdicts that Holm's correction covers
 
     @property
     def corrected_half_width(self) -> float:
-        """The half-width, in proportion, of the interval that the first step of Holm's method asks
-        for."""
+        """The relative half-width of the interval at the confidence of Holm's first step."""
         if self.speed is None:
             return math.inf
         confidence = 1 - (1 - self.speed.confidence) / self.family
@@ -89,11 +88,11 @@ class Verdict:
         return f"{self.first_label} / {self.second_label}"
 
     def headline(self, is_placed: bool) -> str:
-        """Say the verdict in one plain sentence, without figures."""
+        """Return the verdict as one plain sentence, without its interval and number of blocks."""
         return self.said(self.claim(), is_placed)
 
     def sentence(self) -> str:
-        """Say the verdict with its place and figures, or why there is none."""
+        """Return the verdict as a sentence with its figures, or the reason why there is none."""
         text, speed = self.claim(), self.speed
         if speed is None:
             return self.said(text)
@@ -105,7 +104,7 @@ class Verdict:
         return self.said(f"{text} ({', '.join(figures)}){self.remark(speed)}")
 
     def said(self, text: str, is_placed: bool = True) -> str:
-        """Return a text as a sentence; a name of a user's own stays as it was written."""
+        """Return a text as a sentence; a user's own name at its start keeps its first letter."""
         place = place_text(self.case, self.workers)
         if is_placed and (self.case or self.workers):
             return f"{place}: {text}." if self.case else f"At {place} {text}."
@@ -113,7 +112,7 @@ class Verdict:
         return f"{text if is_name else text[0].upper() + text[1:]}."
 
     def claim(self) -> str:
-        """Return the verdict on what its two sides' labels mean."""
+        """Return the verdict in words, with the labels of both sides."""
         speed, both = self.speed, f"{self.first_label} and {self.second_label}"
         if self.differences:
             return f"no verdict on {both}: the runs differ in more than the plan varies"
@@ -135,7 +134,7 @@ class Verdict:
         )
 
     def remark(self, speed: Estimate) -> str:
-        """Return what a reader must know beside the claim of a null test that failed."""
+        """Return what follows the claim of a null test that failed: what it means, what to do."""
         if not self.is_null_test or not self.is_finished or speed.low is None:
             return ""
         if self.delay is not None:
@@ -145,61 +144,62 @@ class Verdict:
 
     @property
     def finds_delay(self) -> bool:
-        """Whether the interval contains the known delay and not 1."""
+        """Whether the interval contains the known delay and excludes 1."""
         if self.delay is None or not self.is_finished or self.differences or self.speed is None:
             return False
         low, high = self.speed.low or 0, self.speed.high or 0
         return 1 < low <= 1 + self.delay <= high
 
     def below(self) -> list[str]:
-        """Say in what its runs differ, and what supports it."""
+        """Return the lines below the verdict: in what its runs differ, and what supports it."""
         return [*map(difference_text, self.differences), *self.support()]
 
     def support(self) -> list[str]:
-        """Say what supports a verdict: where both did not the same training, and their CPU time (a
-        finding of its own: who takes longer often computes longer)."""
+        """Return what supports the verdict: whether both sides did the same training, and the
+        ratio of their CPU times (a separate finding: the slower side often computes longer)."""
         lines = [self.equal_work] if self.equal_work else []
         if not all(self.equal_weights):
             equal, blocks = sum(self.equal_weights), count(len(self.equal_weights), "block")
             lines.append(
-                f"Final weights bit-equal in only {equal} of {blocks}: compare/parity.py says "
-                "where they part."
+                f"The final weights are bit-equal in only {equal} of {blocks}: compare/parity.py "
+                "shows where they diverge."
             )
         if self.cpu is not None:
             used = (
-                f"{self.first_label} used {ratio_text(self.cpu)} times the CPU time per "
-                f"{self.unit.removesuffix('s')} of {self.second_label}"
+                f"{self.first_label} used {ratio_text(self.cpu)} times as much CPU time per "
+                f"{self.unit.removesuffix('s')} as {self.second_label}"
             )
-            told = ", ".join(filter(None, [used, interval_text(self.cpu)]))
-            lines.append(self.said(told, is_placed=False))
+            finding = ", ".join(filter(None, [used, interval_text(self.cpu)]))
+            lines.append(self.said(finding, is_placed=False))
         return lines
 
 
 def judge(
     comparison: Comparison, facts: Mapping[tuple[str, int], Sequence[Fact]] | None = None
 ) -> list[Verdict]:
-    """Return a verdict for each case, number of workers, and pair of configurations. `facts` are
-    those of `compare_facts`, for whoever has them already."""
+    """Return a verdict for each case, number of workers, and pair of configurations. `facts`: the
+    results of `compare_facts` by case and workers, if the caller has them already."""
     verdicts, missing = list[Verdict](), unfinished(comparison)
     for place in comparison.plan.groups():
-        found = (facts or {}).get(place) or compare_facts(comparison, *place)
+        facts_here = (facts or {}).get(place) or compare_facts(comparison, *place)
         verdicts += [
-            judge_pair(comparison, *place, pair, found) for pair in comparison.plan.pairs()
+            judge_pair(comparison, *place, pair, facts_here) for pair in comparison.plan.pairs()
         ]
-    # Whoever may stop where it suits finds differences that are none.
+    # Stopping whenever the figures look good finds differences that do not exist: an unfinished
+    # measurement decides nothing.
     return decided(
         [replace(one, is_finished=(one.case, one.workers) not in missing) for one in verdicts]
     )
 
 
 def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return the verdicts with their decisions, each of two kinds of error in all of them together
-    rarer than 1 - CONFIDENCE: a false positive, and "equal" that is not.
+    """Return the verdicts with their decisions. In all of them together the probability of any
+    false "faster" or "slower" is at most 1 - CONFIDENCE, and so is that of any false "equal".
 
-    Holm's step-down test (Scandinavian Journal of Statistics 6, 1979) once over the hypotheses of
-    no difference, and once over those of a difference of the margin or more. Both may be rejected,
-    where a difference is sure and too small to matter: then it is "equal", but not in a null test,
-    which asks for any difference.
+    Holm's step-down test (Scandinavian Journal of Statistics 6, 1979) runs twice: over the
+    hypotheses of no difference, and over those of a difference of the margin or more. It may reject
+    both for a verdict whose difference is certain but too small to matter. The decision is then
+    "equal", except in a null test, which looks for any difference.
     """
     judged = {
         index: verdict.speed
@@ -212,11 +212,12 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
     }
     error = 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
     unequal = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
-    # Half the error: then a single verdict is "equal" where its interval lies within the margin.
+    # Half the error: a single verdict is then "equal" exactly if its interval lies within the
+    # margin.
     equal = holm(
         {i: speed.p_equality(verdicts[i].margin) for i, speed in judged.items()}, error / 2
     )
-    found = []
+    with_decisions = []
     for index, verdict in enumerate(verdicts):
         decision = "undecided"
         if index in equal and not (verdict.is_null_test and index in unequal):
@@ -225,13 +226,14 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
             decision = "faster" if judged[index].ratio > 1 else "slower"
         elif verdict.finds_delay:
             decision = "faster"
-        found.append(replace(verdict, decision=decision, family=len(judged) or 1))
-    return found
+        with_decisions.append(replace(verdict, decision=decision, family=len(judged) or 1))
+    return with_decisions
 
 
 def holm(p_values: Mapping[int, float], error: float) -> set[int]:
-    """Return which hypotheses are rejected: from the least p-value on, each against the error
-    shared by those that are left, until one is not."""
+    """Return which hypotheses Holm's test rejects. It takes them by rising p-value, compares each
+    p-value with the error divided by the number of hypotheses left, and stops at the first that it
+    does not reject."""
     rejected: set[int] = set()
     for index in sorted(p_values, key=lambda index: p_values[index]):
         if p_values[index] > error / (len(p_values) - len(rejected)):
@@ -283,13 +285,13 @@ def interaction(
     comparison: Comparison, case: str, workers: int, verdicts: Iterable[Verdict]
 ) -> Estimate | None:
     """Return how far engine and transport depend on each other: the engines' ratio over one
-    transport by that over the other. None without a square whose corners the judged pairs connect,
-    or where more differs: only of these it is known that nothing else does."""
+    transport divided by that over the other. None unless judged pairs that differ in nothing else
+    connect all corners of a square: only for such pairs is it known that nothing else differs."""
     corners = [*comparison.square.values()]
     known = [
         one for one in verdicts if {one.first, one.second} <= {*corners} and one.speed is not None
     ]
-    if len(known) < 3:  # which connect all four
+    if len(known) < 3:  # it takes three pairs to connect four corners
         return None
     powers = dict(zip(corners, (1, -1, -1, 1), strict=True))
     blocks = [one for one in comparison.blocks(case, workers) if {*corners} <= {*one.order}]
@@ -297,38 +299,39 @@ def interaction(
 
 
 def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
-    """Say how this report corrects for its number of verdicts, and for having been extended."""
+    """Say how the report corrects for several verdicts, and for extensions of the measurement."""
     parts = []
     percent = f"{100 * (1 - comparison.confidence):.3g}"
     family = max((verdict.family for verdict in verdicts), default=0)
     if family > 1:
         parts.append(
-            f"Decisions on {family} verdicts are corrected by Holm's method: in all of them "
-            f"together a false positive has a probability of at most {percent} "
-            "%, and so is “equal” said of what is not. Each interval is for its own ratio alone: "
-            "it may leave out 1, or lie within the margin, where nothing is decided."
+            f"The decisions of {family} verdicts are corrected by Holm's method: the probability "
+            f"of any false difference among them is at most {percent} %, and so is that of any "
+            "false “equal”. Each interval covers its own ratio alone, without this correction: it "
+            "may exclude 1, or lie within the margin, although nothing is decided."
         )
     if times := len(comparison.plan.ends) - 1:
         parts.append(
-            f"This comparison was extended {count(times, 'time')}, after its report could be read: "
-            f"its intervals are of {100 * comparison.confidence:.4g} % each. Each look may err "
-            "half as often as the one before, so that all looks together, each at an end that was "
-            "set beforehand, err in less than 10 %."
+            f"This comparison was extended {count(times, 'time')} after its report could be read, "
+            f"so each of its intervals has a confidence of {100 * comparison.confidence:.4g} %. "
+            "Each look at the figures may err half as often as the one before: all looks together "
+            "err in less than 10 % of comparisons, if each end was set before its figures could "
+            "be seen."
         )
     return " ".join(parts)
 
 
 def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterable[Fact]) -> str:
-    """Say whether two scripts of a user's own do equal work, by what a step of each has and by the
-    digests of weights that they give, and in what else they differ."""
+    """Say whether two scripts of a user's own do equal work, judged by the size of their steps and
+    by the digests of weights that they give, and in what else they differ."""
     blocks = comparison.blocks("", 0)
-    told = [[block.weights.get(name) for name in pair] for block in blocks]
+    digests = [[block.weights.get(name) for name in pair] for block in blocks]
     steps = [
         fmean(turn.images / block.steps[name] for block in blocks for turn in block.counted(name))
         for name in pair
     ]
-    silent = [name for i, name in enumerate(pair) if any(digests[i] is None for digests in told)]
-    equal, number = sum(first == second for first, second in told), count(len(told), "block")
+    silent = [name for i, name in enumerate(pair) if any(both[i] is None for both in digests)]
+    equal, number = sum(first == second for first, second in digests), count(len(digests), "block")
     reason = ""
     if not math.isclose(*steps, rel_tol=0.001):
         reason = "a step has " + ", and ".join(
@@ -336,9 +339,9 @@ def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterab
             for number, name in zip(steps, pair, strict=True)
         )
     elif silent:
-        reason = f"{' and '.join(silent)} gave no digest of weights, as "
-        reason += "Side(weights=model.state_dict) does"
-    elif equal < len(told):
+        reason = f"{' and '.join(silent)} gave no digest of weights; give one by "
+        reason += "Side(weights=model.state_dict)"
+    elif equal < len(digests):
         reason = f"after the first steps both had bit-equal weights in only {equal} of {number}"
     text = f"Equal work: after the first steps both had bit-equal weights in {number}."
     text = f"Equal work is not shown: {reason}." if reason else text

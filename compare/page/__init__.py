@@ -1,5 +1,5 @@
-"""The report: text, tables, plots and the HTML page, from findings alone; and the
-tables of all-reduces and predictions.
+"""The report as text, tables, plots and an HTML page, made from findings alone; and the tables of
+all-reduces and predictions.
 
-Enters: how findings are shown. Not: what a comparison's are (evidence), torch, numpy.
+Enters: how findings are shown. Not: computing them (evidence), torch, numpy.
 """

@@ -1,5 +1,5 @@
-"""compare/collectives.py's figures, read from its folder, and what is shown of them: how long the
-all-reduce of each message took on each wire through each backend."""
+"""Read the figures of compare/collectives.py from its folder, and show them: how long the
+all-reduce of each message took, by wire format and backend."""
 
 import textwrap
 from dataclasses import asdict, dataclass
@@ -27,15 +27,15 @@ UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 
 @dataclass(frozen=True)
 class Figure:
-    """One message on one wire through one backend, over all complete blocks."""
+    """The all-reduce of one message in one wire format by one backend, over all complete blocks."""
 
     backend: str
     message: str  # its bytes, or "model fused", "model layers"
     wire: str
-    bytes: int  # of fp32, as the user sees it, on either wire
+    bytes: int  # in fp32, as the user sees it, whatever the wire format
     tensors: int
     workers: int
-    seconds_of_blocks: tuple[float, ...]  # the median over the repetitions of each block's launch
+    seconds_of_blocks: tuple[float, ...]  # block by block: the median over its launch's repetitions
 
     @property
     def seconds(self) -> float:
@@ -44,24 +44,24 @@ class Figure:
 
     @property
     def busbw(self) -> float:
-        """Bus bandwidth, bytes/s: what each link carries at least: payload / time x 2 (n - 1) / n
-        (nccl-tests, doc/PERFORMANCE.md)."""
+        """Bus bandwidth in bytes/s, the least that each link must carry: payload / time x
+        2 (n - 1) / n (nccl-tests, doc/PERFORMANCE.md)."""
         return self.bytes / self.seconds * 2 * (self.workers - 1) / self.workers
 
     @property
     def label(self) -> str:
-        """The message in words: `4 KiB`, or what of a model it is."""
+        """The message in words: its size, such as `4 KiB`, or "model fused" or "model layers"."""
         unit, size = next((unit, size) for unit, size in UNITS.items() if self.bytes >= size)
         return f"{self.bytes / size:.4g} {unit}" if self.message.isdecimal() else self.message
 
     def speed_against(self, other: "Figure") -> Estimate:
-        """How many times as fast as another one, by blocks."""
+        """Return how many times as fast as `other` it is, paired by block."""
         return estimate_ratio(other.seconds_of_blocks, self.seconds_of_blocks)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A folder's contents."""
+    """What the folder of a measurement contains."""
 
     plan: dict[str, Any]
     worlds: dict[str, dict[str, Any]]  # backend: what it ran on
@@ -71,18 +71,18 @@ class Measurement:
     other_loads: list[float]  # of each launch: cores that other processes kept busy, on average
 
     def rivals(self, figure: Figure) -> list[Figure]:
-        """Return what a figure is compared with: the first backend's on the same wire, and its own
-        on the fp32 wire."""
+        """Return the figures to compare one with: the first backend's in the same wire format, and
+        the same backend's in fp32."""
         backends = (next(iter(self.worlds)), figure.wire), (figure.backend, "fp32")
-        found = [self.figures.get((name, figure.message, wire)) for name, wire in backends]
-        return [other for other in found if other not in (None, figure)]
+        rivals = [self.figures.get((name, figure.message, wire)) for name, wire in backends]
+        return [other for other in rivals if other not in (None, figure)]
 
 
 def read_measurement(folder: Path) -> Measurement:
-    """Work a folder's figures out; raises UserError if there are none.
+    """Read a folder and compute its figures; UserError if there are none.
 
-    A backend of which a launch failed has no figures: those of its other launches may be wrong as
-    well, or were taken before what broke it was seen.
+    A backend of which any launch failed has no figures: its other launches may be wrong, too, or
+    were measured before the fault showed.
     """
     path = folder / "collectives.json"
     refuse((not packed.exists(path), f"{folder}: holds no measurement of collectives"))
@@ -98,8 +98,8 @@ def read_measurement(folder: Path) -> Measurement:
             launches.setdefault(name, []).append(lines)
         elif outcome.status != "not run":  # as after an interruption
             failed.append(name)
-    launches = {name: own for name, own in launches.items() if name not in failed}
-    # Those in which all were measured; the last one may have been interrupted.
+    launches = {name: by_block for name, by_block in launches.items() if name not in failed}
+    # Blocks in which all backends were measured; the last block may have been interrupted.
     blocks = min(map(len, launches.values()), default=0)
     refuse((not blocks, f"{folder}: no block is complete; each launch's output.log there says why"))
     figures = {
@@ -107,17 +107,17 @@ def read_measurement(folder: Path) -> Measurement:
             name, first["message"], first["wire"], first["bytes"], first["tensors"],
             plan["workers"], tuple(one["seconds_median"] for one in lines),
         )
-        for name, own in launches.items()
-        for lines in zip(*own[:blocks], strict=False)
+        for name, by_block in launches.items()
+        for lines in zip(*by_block[:blocks], strict=False)
         for first in lines[:1]
         if first["kind"] == "allreduce"
     }  # fmt: skip
-    worlds = {name: own[0][0] for name, own in launches.items()}
+    worlds = {name: by_block[0][0] for name, by_block in launches.items()}
     return Measurement(plan, worlds, figures, failed, blocks, loads)
 
 
 def text_report(measurement: Measurement) -> str:
-    """Return what was measured on, the tables, and what the figures mean and say, in lines of at
+    """Return the machine, the tables, the meaning of the figures and the caveats, in lines of at
     most WIDTH characters."""
     worlds, workers = measurement.worlds, measurement.plan["workers"]
     hosts = len({host for world in worlds.values() for host in world["hosts"]})
@@ -132,29 +132,31 @@ def text_report(measurement: Measurement) -> str:
 
 
 def table(measurement: Measurement) -> str:
-    """Return the table: a row a message and wire, the time and bus bandwidth of each backend."""
+    """Return the table: a row for each message and wire format, with the time and bus bandwidth of
+    each backend."""
     names = [*measurement.worlds, *measurement.failed]
     none = {name: "failed" if name in measurement.failed else "-" for name in names}
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for figure in measurement.figures.values():
         text = f"{three_digits(1000 * figure.seconds)} {figure.busbw / 1e9:6.3f}"
         cells.setdefault((figure.wire, figure.label), dict(none))[figure.backend] = text
-    rows = [[label, wire, *own.values()] for (wire, label), own in cells.items()]
+    rows = [[label, wire, *texts.values()] for (wire, label), texts in cells.items()]
     rows.sort(key=lambda row: -WIRE_BYTES[row[1]])
     align = ["right", "left", *["right"] * len(names)]
     return tabulate.tabulate(rows, ["", "wire", *names], colalign=align, disable_numparse=True)
 
 
 def notes_of(measurement: Measurement) -> list[str]:
-    """Return what the table's figures are, and what carried the messages."""
+    """Return what the table's figures mean, and which transport carried the messages."""
     n, blocks = measurement.plan["workers"], measurement.complete_blocks
     return [
-        f"Each: milliseconds, and bus bandwidth in GB/s (fp32 bytes / time x 2 ({n} - 1) / {n}). "
-        f"Times are medians of {count(blocks, 'block')}, of each the median of its repetitions, of "
-        "those their slowest rank's. -: not available.",
+        "Each cell: milliseconds, and bus bandwidth in GB/s (fp32 bytes / time x "
+        f"2 ({n} - 1) / {n}). A repetition takes as long as its slowest rank; a time is the median "
+        f"over {count(blocks, 'block')} of the medians over repetitions. -: not available.",
         f"model: the gradients of {measurement.plan['model']}, as one message (fused) and as one "
-        "tensor a parameter (layers).",
-        "decided: which is faster, by Holm's method over all comparisons of the same two wires.",
+        "tensor per parameter (layers).",
+        "decided: it is shown which of the two is faster, by Holm's method over all comparisons of "
+        "the same two wire formats.",
         *(
             f"{name}: {world['transport']} on the {world['device'].upper()} "
             f"({', '.join(f'{key} {value}' for key, value in world['versions'].items())})."
@@ -164,9 +166,9 @@ def notes_of(measurement: Measurement) -> list[str]:
 
 
 def speed_table(measurement: Measurement) -> str:
-    """Return how many times as fast each backend is as the first one, and on the fp16 wire as on
-    the fp32 wire, for the messages that tell the most: the smallest and the largest size, and the
-    model's. What is decided, is so by Holm's method over all comparisons of the same wires."""
+    """Return how many times as fast each backend is as the first one, and fp16 on the wire as fp32,
+    for the smallest and the largest message and the model's gradients. Holm's method decides, over
+    all comparisons of the same wire formats."""
     sizes = [message for _, message, _ in measurement.figures if message.isdecimal()]
     left_out = {*sizes} - {*sizes[:1], *sizes[-1:]}
     pairs = [
@@ -182,16 +184,16 @@ def speed_table(measurement: Measurement) -> str:
         decided = holm(p_values, 1 - CONFIDENCE)
         for i, (a, b, speed) in enumerate(speeds):
             interval = interval_text(speed).removeprefix(f"{INTERVAL} ")
-            told = interval if speed.blocks >= MIN_BLOCKS else "too few blocks"
+            shown = interval if speed.blocks >= MIN_BLOCKS else "too few blocks"
             names = (f"{one.backend} {one.wire}" for one in (a, b))
-            rows.append((a.label, *names, ratio_text(speed), told, "decided" * (i in decided)))
+            rows.append((a.label, *names, ratio_text(speed), shown, "decided" * (i in decided)))
     head = ["", "speed of", "against", "ratio", INTERVAL, ""]
     align = ["right", "left", "left", "right", "left", "left"]
     return tabulate.tabulate(rows, head, colalign=align, disable_numparse=True) if rows else ""
 
 
 def caveats_of(measurement: Measurement) -> list[str]:
-    """Return what is missing, and what makes figures doubtful."""
+    """Return which figures are missing, and what makes the others doubtful."""
     plan, blocks, loads = measurement.plan, measurement.complete_blocks, measurement.other_loads
     disturbed = [load for load in loads if load >= quiet_load(plan["cores"])]
     interrupted = f"interrupted: {blocks} of {plan['blocks']} blocks are complete"
@@ -207,7 +209,7 @@ def caveats_of(measurement: Measurement) -> list[str]:
 
 
 def as_json(measurement: Measurement) -> dict[str, Any]:
-    """Return all figures, rates in bytes/s, times in seconds."""
+    """Return all figures as JSON: rates in bytes/s, times in seconds."""
     return {
         "plan": measurement.plan,
         "blocks": measurement.complete_blocks,

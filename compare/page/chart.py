@@ -1,9 +1,9 @@
-"""Small plots as SVG: what is where. How it looks is plot.svg.jinja.
+"""Small plots as SVG. This module computes where everything lies; plot.svg.jinja draws it.
 
-Not drawn by matplotlib, whose import alone takes longer than a report may, and whose colours are
-fixed. Letters stay letters and colours are CSS variables, so that the page decides on light or dark
-and on the font, and a plot can be read aloud, searched and printed. `standalone` makes a file of
-it.
+matplotlib does not serve: its import alone takes longer than a whole report may, and its colours
+are fixed. Here text stays text and colours are CSS variables. So the page chooses the font and
+light or dark colours, and a plot can be searched, printed and read aloud. `standalone` makes a
+file of a plot.
 """
 
 import math
@@ -17,16 +17,16 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-WIDTH = 360  # units: about a phone's width in pixels, so that letters need not shrink there
+WIDTH = 360  # units: about a phone's width in pixels, so that text does not shrink there
 FONT_SIZE = 11
 LINE = 15  # height of a line of text
-BORDER = 10  # around a picture that stands alone
-ROW_HEIGHT = 40  # of a plot with a row for each series
-MAX_HITS = 120  # points that tell their value, a plot: a page must stay below a megabyte
+BORDER = 10  # around a plot in a file of its own
+ROW_HEIGHT = 40  # in a plot with a row for each series
+MAX_HITS = 120  # points per plot that show their value: a page must stay below a megabyte
 
-# Each colour of the page on a light screen, a dark one, and on paper. The series' are after Okabe
-# and Ito ("Color Universal Design", 2008): people who see few colours can tell them apart. Every
-# series has a marker and a dash pattern of its own as well, for print.
+# Each colour of the page on a light screen, on a dark one, and on paper. The series' colours follow
+# Okabe and Ito ("Color Universal Design", 2008): colour-blind people can tell them apart. Each
+# series also has its own marker and dash pattern, for print.
 PALETTE = {
     "paper": ("#fdfdfb", "#16181b", "#fff"),
     "ink": ("#1b1c1e", "#e6e5e0", "#000"),
@@ -65,18 +65,18 @@ def css_variables(medium: int) -> str:
 
 
 def number(value: float) -> str:
-    """Print a coordinate: a twentieth of a unit is not to be seen."""
+    """Print a coordinate with one decimal: a twentieth of a unit is too small to see."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def unbroken(command: str) -> Markup:
-    """Keep each word of a command whole where a line ends: `--seed` has no break after a dash."""
+    """Prevent line breaks within the words of a command, such as after the dashes of `--seed`."""
     return Markup(" ").join(Markup("<span>{}</span>").format(word) for word in command.split(" "))
 
 
 @cache
 def template(name: str) -> Any:
-    """Return a template of this folder; those of Markdown are not escaped as HTML is."""
+    """Return a template of this folder. All but Markdown templates escape their values as HTML."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=lambda name: not str(name).endswith(".md.jinja"),
@@ -91,7 +91,7 @@ def template(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Scale:
-    """How values lie along an axis: from `low` to `high`, which may run backwards."""
+    """The scale of an axis, from `low` to `high`; an axis may run backwards."""
 
     low: float
     high: float
@@ -104,7 +104,7 @@ class Scale:
 
 
 def linear(values: Iterable[float], label: str = "", zero: bool = False, ticks: int = 5) -> Scale:
-    """Return a scale over the finite values with round ticks; `zero` makes it begin there."""
+    """Return a scale over the finite values, with round ticks; with `zero` it includes 0."""
     finite = [value for value in values if math.isfinite(value)] + [0.0] * zero or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if high == low:
@@ -119,21 +119,21 @@ def linear(values: Iterable[float], label: str = "", zero: bool = False, ticks: 
 
 @dataclass(frozen=True)
 class Layer:
-    """What is drawn at some points: a line through them, or a mark on each."""
+    """A line through some points, or a marker at each of them."""
 
     kind: str  # "line", or a key of MARKERS
     points: Points
     colour: str
-    size: float  # a line's width, half a marker's: units of the picture
+    size: float  # a line's width, or half a marker's, in units of the plot
     dash: str = ""
     opacity: float = 1.0
     hollow: bool = False
-    texts: Sequence[str] = ()  # shown to whoever points at a point
-    key: str = ""  # its name in the legend; empty: not there
+    texts: Sequence[str] = ()  # point by point, shown under the pointer
+    key: str = ""  # its name in the legend; empty: not in the legend
 
     def path(self, points: Iterable[tuple[float, float]]) -> str:
-        """Return the path through these points of the picture; one that is no number leaves a
-        gap."""
+        """Return the SVG path through these points of the plot; a point that is not finite leaves
+        a gap."""
         path, pen, size = "", "M", self.size
         for x, y in points:
             if not math.isfinite(x + y):
@@ -150,14 +150,14 @@ def bar(
     start: float, end: float, y: float, colour: str, thickness: float, opacity: float = 1.0,
     text: str = "", key: str = "",
 ) -> Layer:  # fmt: skip
-    """Return a bar along the x axis, which tells its value in the middle."""
+    """Return a bar along the x axis, which shows its value in the middle."""
     points = [(start, y), ((start + end) / 2, y), (end, y)]
     return Layer("line", points, colour, thickness, "", opacity, False, ("", text), key)
 
 
 @dataclass(frozen=True)
 class PlotRow:
-    """A row of a plot: its place on the y axis, and what is written above it."""
+    """A row of a plot: its position on the y axis, and the text above it."""
 
     y: float
     name: str
@@ -165,7 +165,7 @@ class PlotRow:
 
     @property
     def shown(self) -> str:
-        """The name, cut where it has no room beside the value."""
+        """The name, shortened if there is no room for it beside the value."""
         return shortened(self.name, WIDTH - text_width(self.value) - 8)
 
 
@@ -173,7 +173,7 @@ class PlotRow:
 class Plot:
     """A figure of the page."""
 
-    name: str  # of a file
+    name: str  # also of its file
     title: str
     caption: str
     x: Scale
@@ -184,12 +184,12 @@ class Plot:
 
     @cached_property
     def svg(self) -> str:
-        """The picture for a page."""
+        """The plot as SVG for a page."""
         legend = self.legend()
         top = (legend[-1][1] + LINE / 2 if legend else 0.0) + 8
         left = max((text_width(text) for _, text in self.y.ticks), default=-1.0) + 6
         left, right = left + (LINE + 4 if self.y.label else 0), WIDTH - 6.0
-        for value, text in self.x.ticks:  # no end of a number sticks out of the picture
+        for value, text in self.x.ticks:  # keep the numbers at both ends inside the plot
             half, at = text_width(text) / 2 + 1, self.x.fraction(value)
             left, right = max(left, half - at * WIDTH), min(right, WIDTH - half + (1 - at) * WIDTH)
         bottom = top + self.height
@@ -212,8 +212,8 @@ class Plot:
         return str(drawn)
 
     def legend(self) -> list[tuple[float, float, str, list[Layer]]]:
-        """Return the legend, which is above the chart where it can hide no data: of each entry its
-        place, its label, and the layers that it shows, one of a kind."""
+        """Return the legend's entries: position, label, and layers, one of each kind. The legend
+        stands above the chart, where it cannot hide data."""
         entries: dict[str, dict[str, Layer]] = {}
         for layer in self.layers:
             if layer.key:
@@ -230,7 +230,7 @@ class Plot:
 
 
 def standalone(svg: str) -> str:
-    """Return a plot as a file of its own: colours in place of variables, and a background."""
+    """Return a plot for a file of its own: with colours in place of variables, and a background."""
     [(width, height)] = re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)
     width, height = float(width) + 2 * BORDER, float(height) + 2 * BORDER
     frame = f'viewBox="-{BORDER} -{BORDER} {width:g} {height:g}" width="{2 * width:g}"'
@@ -241,14 +241,14 @@ def standalone(svg: str) -> str:
 
 
 def text_width(text: str) -> float:
-    """Estimate a text's width in the broadest of the page's fonts (DejaVu Sans, Verdana)."""
+    """Estimate a text's width in the widest of the page's fonts (DejaVu Sans, Verdana)."""
     narrow = sum(letter in "iljtfr.,:;'|()[]/ -" for letter in text)
     wide = sum(letter in "mwMW%@" for letter in text)
     return (0.66 * len(text) - 0.26 * narrow + 0.29 * wide) * FONT_SIZE
 
 
 def shortened(text: str, width: float) -> str:
-    """Cut a text that is broader than its room."""
+    """Shorten a text to a width, with an ellipsis."""
     while text_width(text) > width:
         text = f"{text[:-2]}…"
     return text

@@ -1,5 +1,4 @@
-"""The report of a comparison, put together once: all that it says. formats.py only writes it
-down."""
+"""Everything that the report of a comparison says, computed once. formats.py only formats it."""
 
 import datetime
 import json
@@ -35,7 +34,7 @@ from compare.plan.plan_file import plan_table
 from recipe.record.schema import Environment
 from recipe.settings.flags import Config
 
-# What environment.json says of machine and software, the seed's and the clock's aside.
+# The fields of environment.json that describe machine and software.
 ENVIRONMENT = [
     field.name
     for field in fields(Environment)
@@ -44,12 +43,14 @@ ENVIRONMENT = [
         "command", "started_utc",
     )
 ]  # fmt: skip
-# What a record holds of that: earlier ones do not have the second.
+# The flags and the variable by which a record shows whether an engine runs as users install it.
+# Earlier records do not have SLEEP.
 VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"
 NOT_SETTINGS = {"log_dir", "name", "seed"}
 NOT_RECORDED = "not recorded"
-# In what occasions of one question may differ: this project's versions, whose presets have changed
-# names (what a preset sets is compared by itself), where files lie, and the moment's clock.
+# Fields that may differ between occasions of one question: the version of this project, the names
+# of its presets (the settings of a preset are compared one by one), the cache's folder, and the
+# momentary clock of the GPU.
 OF_OCCASION = {"git_commit", "preset", "cache_dir", "gpu_clock_mhz"}
 
 
@@ -65,7 +66,7 @@ class Report:
 
     def __init__(self, comparison: Comparison):
         self.comparison = comparison
-        # What must be equal, by case and number of workers: of whole runs, and of sides.
+        # What must be equal among whole runs and among sides, by case and number of workers.
         self.facts = {
             place: compare_facts(comparison, *place) for place in comparison.plan.groups()
         }
@@ -83,11 +84,11 @@ class Report:
         self.trainings = training_rows(comparison)
         self.phases = phase_rows(comparison)
         self.phase_differences = phase_differences(comparison, self.verdicts)
-        self.notices = notices(comparison)  # last: what the others read may be damaged
+        self.notices = notices(comparison)  # last: reading the figures above may find damage
 
     @property
     def title(self) -> str:
-        """Name what was compared."""
+        """The report's title: what was compared."""
         plan, engines = self.comparison.plan, {run.engine for run in self.comparison.written}
         if plan.side:
             return "Scripts, side by side" if len(plan.side) > 1 else "A script"
@@ -102,7 +103,7 @@ class Report:
 
     @property
     def subtitle(self) -> str:
-        """Say what was trained on what, and when: the figures mean nothing without it."""
+        """Model, data, machine and time, without which the figures mean nothing."""
 
         def all_values(value_of: Callable[[RunRecord], Any]) -> str:
             values = dict.fromkeys(value_of(run) for run in self.comparison.written)
@@ -125,17 +126,17 @@ class Report:
 
     @property
     def ratios(self) -> dict[Key, Estimate]:
-        """The finished ratios of speed that have an interval, interactions among them, by what
-        they are of."""
-        # Labels hold flags, and so paths, from which keep.py has removed this machine's.
-        found = {
+        """The finished speed ratios that have an interval, and the interactions, by case, workers
+        and the labels of both sides."""
+        # Labels contain flags, and flags contain paths, which keep.py shortens in kept records.
+        judged = {
             (v.case, v.workers, without_paths(v.first_label), without_paths(v.second_label)): v
             for v in self.verdicts
             if v.is_finished and v.speed and v.speed.error
         }
-        finished = {(v.case, v.workers) for v in found.values()}
+        finished = {(v.case, v.workers) for v in judged.values()}
         over = [*dict.fromkeys(transport for _, transport in self.comparison.square)]
-        return {key: v.speed for key, v in found.items() if v.speed} | {
+        return {key: v.speed for key, v in judged.items() if v.speed} | {
             (*place, f"the ratio DDP / Horovod over {over[0]}", f"that over {over[1]}"): one
             for place, one in self.interactions.items()
             if place in finished and one.error
@@ -143,132 +144,138 @@ class Report:
 
     @property
     def headline(self) -> list[str]:
-        """The answer to the plan's question in plain words: the verdicts on its first pair."""
+        """The answer to the plan's question: the verdicts on its first pair, in plain words."""
         first = self.comparison.plan.pairs()[:1]
         asked = [one for one in self.verdicts if (one.first, one.second) in first]
         return [verdict.headline(is_placed=len(asked) > 1) for verdict in asked]
 
     @property
     def equal_weights(self) -> str:
-        """Say once what whole trainings show of most pairs; verdicts say where it is not so."""
-        told = [verdict for verdict in self.verdicts if verdict.equal_weights]
-        if not (equal := [verdict for verdict in told if all(verdict.equal_weights)]):
+        """Whose whole trainings ended with bit-equal weights, in one sentence for all pairs. The
+        verdicts name the pairs that did not."""
+        trained = [verdict for verdict in self.verdicts if verdict.equal_weights]
+        if not (equal := [verdict for verdict in trained if all(verdict.equal_weights)]):
             return ""
-        pairs = "" if equal == told else f" of {len(equal)} of {count(len(told), 'pair')}"
+        pairs = "" if equal == trained else f" of {len(equal)} of {count(len(trained), 'pair')}"
         blocks = max(len(verdict.equal_weights) for verdict in equal)
         return f"Whole trainings{pairs} ended with bit-equal weights ({count(blocks, 'block')})."
 
     @property
     def ours(self) -> str:
-        """Say what in the configurations is this project's own, as their runs record it: who starts
-        an engine as it comes measures without."""
+        """Which of this project's own settings the runs recorded. Users who start an engine with
+        its defaults measure without them."""
         runs = self.comparison.written
         over_mpi = [run for run in runs if run.environment.transport == "MPI"]
         on_cpus = [run for run in runs if run.environment.device == "cpu"]
-        said = [
+        settings = [
             (any(run.engine == "ddp" for run in over_mpi),
-             "DDP over MPI is made of mpi4py in a thread of Python"),
+             "DDP over MPI runs on mpi4py in a Python thread"),
             (any(run.engine == "ddp" and run.config.flags.get(VIEW) for run in runs),
              "DDP's gradients are views of its buckets"),
             (any(run.engine == "horovod" and run.config.flags.get(SLEEP) for run in on_cpus),
-             "Horovod sleeps between two looks at its gradients"),
+             "Horovod sleeps between two polls of its gradients"),
             (any(SLEEP in run.config.flags and run.environment.variables.get(YIELD) != "0"
                  for run in over_mpi),
              "MPI yields its core between two polls"),
         ]  # fmt: skip
-        own = "; ".join(text for applies, text in said if applies)
-        return own and f"Not as the engines come: {own}. The plan stock measures what that changes."
+        active = "; ".join(text for applies, text in settings if applies)
+        return (
+            active
+            and f"Not the defaults of the engines: {active}. The plan stock measures their effect."
+        )
 
     @property
     def reproduce(self) -> list[str]:
-        """The commands that make this comparison again."""
+        """The commands that repeat this comparison."""
         plan = self.comparison.plan
         commit = self.comparison.written[0].environment.git_commit
         lines = [f"git checkout {commit}"] if commit else []
         lines += ["make setup", ". .venv/bin/activate"]
         inherited = plan.environment.inherited
         lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
-        told = [f'  "{key}": {json.dumps(value)}' for key, value in plan_table(plan).items()]
-        written = ["cat > plan.json << 'END'", "{", *",\n".join(told).split("\n"), "}", "END"]
+        entries = [f'  "{key}": {json.dumps(value)}' for key, value in plan_table(plan).items()]
+        written = ["cat > plan.json << 'END'", "{", *",\n".join(entries).split("\n"), "}", "END"]
         return [*lines, *written, "python compare/run.py plan.json", "python compare/report.py"]
 
     @property
     def limits(self) -> list[str]:
-        """Say what the comparison does not show."""
+        """What the comparison does not show."""
         runs, workers = self.comparison.written, ", ".join(map(str, self.comparison.plan.workers))
         is_own = bool(self.comparison.plan.side)
         environment, is_cpu = runs[0].environment, runs[0].environment.device == "cpu"
         widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
         shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths, default=0))
-        said = [
+        limits = [
             (is_cpu, "GPUs. This was measured on a CPU: on a GPU a step computes many times faster "
              "and the gradients travel through NCCL, so neither the ratio nor its direction "
              "carries over."),
-            (not is_cpu, f"Other devices than {environment.device_name}."),
-            (not is_own, f"Other numbers of workers than {workers}: nothing is known of them."),
-            (is_own, "That the scripts train equally well: what they compute, they alone say."),
-            (not is_own, f"Other models and batches. {runs[0].config.arch or 'The model'} at this "
-             "batch has its own ratio of computing to communicating; a model with more weights, or "
-             "a smaller batch, waits longer for its gradients."),
+            (not is_cpu, f"Devices other than {environment.device_name}."),
+            (not is_own, f"Numbers of workers other than {workers}: they were not measured."),
+            (is_own, "That the scripts train equally well: only they know what they compute."),
+            (not is_own, f"Other models and batch sizes. {runs[0].config.arch or 'The model'} at "
+             "this batch size has its own ratio of computation to communication; with more weights "
+             "or a smaller batch, a step waits longer for its gradients."),
             (len(environment.hosts) == 1, "Networks. All workers ran on one host, where messages "
-             "pass through its memory or its loopback. Between hosts, latency and bandwidth "
+             "pass through memory or the loopback interface. Between hosts, latency and bandwidth "
              "decide, and the engines may differ in other ways."),
             (is_cpu and len({run.environment.threads for run in runs}) > 1, "Scaling to more "
-             f"machines. All workers share {count(environment.cores, 'core')}, and more workers "
-             "have fewer threads: the column “scaling” shows how well those cores were used, not "
-             "what a second machine would bring."),
-            (bool(widths), "Other occasions. An interval is of this hour on this machine: squares "
-             "repeated on the recorded machines differed between occasions by a standard deviation "
-             "of up to 3.5 %. Measure again at other hours, and give report.py all folders."),
-            (bool(widths), f"Small differences. Such a comparison shows a difference of {shown}, "
-             "or less for some verdicts, in four cases of five, and one of two thirds of that in "
-             "half."),
+             f"machines. All workers share {count(environment.cores, 'core')}; the more workers, "
+             "the fewer threads each has. The column “scaling” shows how well those cores were "
+             "used, not what a second machine would bring."),
+            (bool(widths), "Other occasions. An interval describes this hour on this machine. When "
+             "squares of engines and transports were repeated on the recorded machines, their "
+             "ratios differed between occasions by a standard deviation of up to 3.5 %. Measure "
+             "again at other hours, and give report.py all folders."),
+            (bool(widths), "Small differences. With intervals this wide, a true difference of "
+             f"{shown} is shown with a probability of 80 %, and one of two thirds of that with "
+             "50 %. Some verdicts may show smaller ones."),
         ]  # fmt: skip
-        return [text for applies, text in said if applies]
+        return [text for applies, text in limits if applies]
 
 
 class SideBySide:
-    """What several reports show beside each other: before and after a change, or two machines.
+    """Several reports side by side: before and after a change, or two machines.
 
-    Their runs were not made in the same blocks. Whatever the machines did meanwhile would be in a
-    ratio of the two: there is none. What each measured in its own blocks is another matter: ratios
-    of the same question are pooled.
+    Their runs were not made in the same blocks. A ratio between two of them would include whatever
+    changed on the machines in between, so there is none. The ratios that each measured within its
+    own blocks are pooled if they answer the same question.
     """
 
     def __init__(self, reports: Sequence[Report]):
         self.reports = reports
         comparisons = [report.comparison for report in reports]
         self.names = shortest_unique_names([one.folder for one in comparisons])
-        # Their own names would make a table too broad.
+        # Their full names would make a table too wide.
         self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
-        # In what the comparisons differ, beside the order and the noise of their runs: a value of
-        # each, several of one joined.
+        # In what the comparisons differ, apart from the order and the noise of their runs: a value
+        # for each comparison. Several values within a comparison are joined.
         settings = dict.fromkeys(
             name for one in comparisons for run in one.written
             for name in run.config.flags | run.environment.variables
             if name not in NOT_SETTINGS
         )  # fmt: skip
-        told: dict[str, Sequence[str]] = {
+        values: dict[str, Sequence[str]] = {
             "measured by": [one.plan.measure for one in comparisons],
             "scripts": [json.dumps(one.plan.scripts, sort_keys=True) for one in comparisons],
         }
         for name in dict.fromkeys((*ENVIRONMENT, *settings)):
-            told[name] = [without_paths(values_text(one, name)) for one in comparisons]
-        self.differences = {name: values for name, values in told.items() if len({*values}) > 1}
-        others = [name for name, values in self.differences.items() if asks_other(name, values)]
+            values[name] = [without_paths(values_text(one, name)) for one in comparisons]
+        self.differences = {name: texts for name, texts in values.items() if len({*texts}) > 1}
+        others = [name for name, texts in self.differences.items() if asks_other(name, texts)]
         pooled = over_occasions([report.ratios for report in reports])
         self.occasions = [] if others else pooled
         self.not_pooled = ""
         if pooled and others:
             self.not_pooled = (
-                "These comparisons are not summarized over occasions, since they differ in what "
-                f"they ask: {', '.join(others)}."
+                "These comparisons are not pooled over occasions, because they ask different "
+                f"questions. They differ in: {', '.join(others)}."
             )
 
 
 def asks_other(name: str, values: Sequence[str]) -> bool:
-    """Tell whether comparisons with these values of a setting, or of a fact, ask other questions.
-    Hosts and GPUs may have other names; what a version did not know yet, it did as by default."""
+    """Return whether comparisons with these values of a setting, or of a fact, ask different
+    questions. Names of hosts and GPUs may differ. A setting that a record lacks counts as its
+    default: the version that wrote the record did not have it yet."""
     if name in ("hosts", "CUDA_VISIBLE_DEVICES"):
         values = [str(value.count(",")) for value in values]
     known = short(getattr(Config(), name, NOT_RECORDED)) or "none"
@@ -279,24 +286,24 @@ def asks_other(name: str, values: Sequence[str]) -> bool:
 def values_text(comparison: Comparison, name: str) -> str:
     """Return the values of a setting, or of a fact, in the order of the cells."""
     runs = sorted(comparison.written, key=lambda run: run.cell)
-    told = (
+    recorded = (
         vars(run.environment)
         if name in ENVIRONMENT
         else run.config.flags | run.environment.variables
         for run in runs
     )
-    values = (fields.get(name, NOT_RECORDED) for fields in told)
+    values = (fields.get(name, NOT_RECORDED) for fields in recorded)
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))
 
 
 def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """Return the headed lists of what a reader must know beside the figures; what touches no
-    verdict on speed stands apart."""
+    """Return warnings and missing runs as lists with headings; those that do not affect a speed
+    verdict have a list of their own."""
     judged = {name for pair in comparison.plan.pairs() for name in pair}
     found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
     damaged = {(case, workers) for case, workers, _ in comparison.damaged_blocks}
     found[WARNINGS] += [
-        f"{place_text(*place)}: nothing is decided, since part of the record cannot be read"
+        f"{place_text(*place)}: nothing is decided, because part of the record cannot be read"
         if place in damaged
         else f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the "
         f"same command of run.py continues it: {so_far}"
@@ -305,13 +312,14 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
     num_estimates = len(comparison.plan.pairs()) * len(comparison.plan.groups())
     found[WARNINGS] += [
         f"{place_text(*place)}, {first} / {second}: each block's ratio resembles the one before "
-        f"(lag-1 correlation {lag:.2f}); its interval takes them as independent, and is too narrow"
+        f"(lag-1 correlation {lag:.2f}); the interval assumes independent blocks, so it is too "
+        "narrow"
         for place in comparison.plan.groups()
         for (first, second), one in group_of(
             comparison.plan, *place, comparison.blocks(*place), comparison.confidence
         ).estimates.items()
         for lag, p_value in [one.serial_correlation()]
-        if p_value < 0.01 / num_estimates  # 1 %, in all of them together
+        if p_value < 0.01 / num_estimates  # at most 1 % false warnings in all of them together
     ]
     found[MISSING] += [
         f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}"
@@ -329,7 +337,7 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
             )
     found[MISSING] += dict.fromkeys(f"unreadable: {why}" for *_, why in comparison.damaged_blocks)
     found[WARNINGS] += [
-        f"turns, {place_text(*place)}, block {block.number}: others kept up to "
+        f"turns, {place_text(*place)}, block {block.number}: other processes kept up to "
         f"{block.other_load:.2f} cores busy in the rounds that count"
         for place, blocks in comparison.turns.items()
         for block in blocks

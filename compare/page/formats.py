@@ -1,5 +1,5 @@
 """The report in each of its forms: for the terminal, as Markdown, CSV and JSON, and as one HTML
-page, of which no request goes out, so that it can be sent, archived and printed."""
+page. The page loads nothing from elsewhere, so it can be sent, archived and printed."""
 
 import csv
 import io
@@ -37,13 +37,13 @@ from recipe.record.schema import Energy
 
 
 def main_tables(report: Report) -> list[Table]:
-    """Return the tables that all forms show."""
+    """Return the tables that every form shows."""
     first = [*goals_tables([report.comparison]), *square_tables(report)]
     return [*first, *(table for table in all_tables(report) if not table.is_detail)]
 
 
 def as_text(reports: Sequence[Report]) -> str:
-    """Return what the reports say, with the answer to the plan's question last, where a reader of a
+    """Return the reports as text. The answer to the plan's question comes last, where a reader of a
     terminal looks first."""
     first, parts = reports[0], list[str]()
     if len(reports) > 1:
@@ -63,8 +63,7 @@ def titled(table: Table) -> str:
 
 
 def said(report: Report) -> Iterator[str]:
-    """Yield the verdicts, each with what differs or what supports it, and what a reader must know
-    beside them."""
+    """Yield the verdicts, each with the lines below it, then the remarks and notices."""
     for verdict in report.verdicts:
         yield "\n  ".join([verdict.sentence(), *verdict.below()])
     yield from (report.equal_weights, report.ours, report.correction)
@@ -73,7 +72,7 @@ def said(report: Report) -> Iterator[str]:
 
 
 def as_markdown(reports: Sequence[Report]) -> str:
-    """Return the same as Markdown that can be pasted into an issue."""
+    """Return the reports as Markdown that can be pasted into an issue."""
     both = SideBySide(reports) if len(reports) > 1 else None
     tables = side_by_side_tables(both) if both else main_tables(reports[0])
     text = template("report.md.jinja").render(
@@ -88,61 +87,61 @@ def as_markdown(reports: Sequence[Report]) -> str:
 
 def as_page(reports: Sequence[Report]) -> str:
     """Return the page of one comparison, or of several."""
-    own = {"aside": ASIDE, "difference_text": difference_text}
+    shared = {"aside": ASIDE, "difference_text": difference_text}
     if len(reports) > 1:
         both = SideBySide(reports)
         page = template("side_by_side.html.jinja")
-        return str(page.render(both=both, tables=side_by_side_tables(both), **own))
+        return str(page.render(both=both, tables=side_by_side_tables(both), **shared))
     [report] = reports
     comparison = report.comparison
     facts = [fact for found in report.facts.values() for fact in found]
-    varied, told = ([f for f in facts if f.is_varied is wanted] for wanted in (True, False))
+    varied, others = ([f for f in facts if f.is_varied is wanted] for wanted in (True, False))
     page = template("report.html.jinja").render(
         report=report,
         comparison=comparison,
         folder=comparison.folder.resolve().name,
         squares=[*goals_tables([comparison]), *square_tables(report)],
         places=len(report.facts),
-        machine=fact_lines(fact for fact in told if fact.field in ENVIRONMENT),
-        settings=fact_lines(fact for fact in told if fact.field not in ENVIRONMENT),
+        machine=fact_lines(fact for fact in others if fact.field in ENVIRONMENT),
+        settings=fact_lines(fact for fact in others if fact.field not in ENVIRONMENT),
         varied=fact_lines(varied),
         tables=all_tables(report),
         plots=draw_plots(report),
         commands=commands(comparison),
         has_prediction=(comparison.folder / "prediction.html").exists(),
         count=count,
-        **own,
+        **shared,
     )
     return str(page)
 
 
 def fact_lines(facts: Iterable[Fact]) -> list[dict[str, Any]]:
-    """Arrange facts for the page: a line for each field, unequal ones first; of these in what runs
-    differ, with its place."""
+    """Arrange facts for the page: a line for each field, unequal ones first. A line of an unequal
+    field says in what the runs differ, and at which case and number of workers."""
     by_field = defaultdict[str, list[Fact]](list)
     for fact in facts:
         by_field[fact.field].append(fact)
     lines = []
-    for field, own in by_field.items():
-        unequal = [fact for fact in own if fact.unequal_blocks]
-        texts = dict.fromkeys(fact_text(fact) for fact in unequal or own)
+    for field, same_field in by_field.items():
+        unequal = [fact for fact in same_field if fact.unequal_blocks]
+        texts = dict.fromkeys(fact_text(fact) for fact in unequal or same_field)
         text = "; ".join(filter(None, texts)) or "none"
         lines.append({"field": field, "text": text, "is_equal": not unequal})
     return sorted(lines, key=lambda line: line["is_equal"])
 
 
 def fact_text(fact: Fact) -> str:
-    """Say what runs have in common, or in what they differ."""
+    """Return the value that runs have in common, or in what they differ."""
     if fact.unequal_blocks:
         return f"{difference_text(fact).split(': ', 1)[1]} ({place_text(fact.case, fact.workers)})"
     return short(fact.rows[0].value) + (", another in each block" * fact.is_of_block)
 
 
 def commands(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the commands of the first block: those of others differ in seed and folder only; and
-    the digests of a user's own scripts."""
+    """Return the commands of the first block (those of other blocks differ only in seed and
+    folder), and the digests of a user's own scripts."""
     runs = comparison.runs or comparison.sides
-    found = [
+    of_first_block = [
         (
             ", ".join(filter(None, (run.case, run.name))),
             run.command or shlex.join(run.environment.command),
@@ -151,13 +150,13 @@ def commands(comparison: Comparison) -> list[tuple[str, str]]:
         if run.block == runs[0].block and (run.command or run.is_complete)
     ]
     scripts = comparison.plan.scripts.items()
-    return [*found, *((f"SHA-256 of {name}", digest) for name, digest in scripts)]
+    return [*of_first_block, *((f"SHA-256 of {name}", digest) for name, digest in scripts)]
 
 
 # -------------------------------------------------------------------------------------------- CSV
 
 
-# What a complete run says of itself, and where.
+# The columns of a complete run's figures, and where its record holds them.
 RUN_FIGURES = {
     "transport": "summary.transport", "arch": "config.arch",
     "batch_size_per_worker": "config.batch_size", "precision": "config.precision",
@@ -185,7 +184,7 @@ OF_RUN = ("case", "configuration", "engine", "launcher", "workers", "block", "st
 
 
 def as_csv(reports: Sequence[Report]) -> str:
-    """Return a line for each planned run and each turn, with units in the names of the columns; a
+    """Return a line for each planned run and each turn. Columns have units in their names; a
     figure that was not measured is empty."""
     names = shortest_unique_names([report.comparison.folder for report in reports])
     lines = [
@@ -202,7 +201,7 @@ def as_csv(reports: Sequence[Report]) -> str:
 
 
 def run_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield what is known of each run, flat."""
+    """Yield a line for each planned run."""
     for run in comparison.runs:
         figures = {
             name: attrgetter(path)(run) if run.is_complete else None
@@ -219,7 +218,7 @@ def run_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield a line for each turn, flat."""
+    """Yield a line for each turn."""
     if not comparison.is_by_turns:
         return
     for case, workers in comparison.plan.groups():
@@ -245,8 +244,8 @@ def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def as_json(reports: Sequence[Report]) -> str:
-    """Return the whole report as an object; of several comparisons, a list of them and the table
-    of their cells. What is no number in JSON (a loss that diverged) is null."""
+    """Return the whole report as an object; for several comparisons, a list of their reports, and
+    what they show together. A number that JSON does not have (a loss that diverged) is null."""
     value = report_value(reports[0])
     if len(reports) > 1:
         both = SideBySide(reports)

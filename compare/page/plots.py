@@ -27,16 +27,16 @@ from compare.page.findings import Report
 from compare.page.tables import PHASES
 
 DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")
-# What leaving the exchange out shows with one worker, who has nobody to exchange gradients with.
+# With one worker there is no exchange: turns without it show this instead.
 ALONE = "the engine's own work"
-MAX_RINGS = 60  # of a verdict: of a thousand blocks none is made out among the others
-BLOCKS_IN_DETAIL = 8  # whose curves are drawn: of hundreds nobody sees more
-MAX_POINTS = 900  # of all lines of a plot: 450,000 steps must not make a page of 50 MB
+MAX_RINGS = 60  # per verdict: among a thousand no single block can be seen
+BLOCKS_IN_DETAIL = 8  # blocks whose curves are drawn: nobody can tell more of them apart
+MAX_POINTS = 900  # over all lines of a plot: 450,000 steps must not make a page of 50 MB
 T = TypeVar("T")
 
 
 def draw_plots(report: Report) -> list[Plot]:
-    """Return the plots, the verdict's first; top-1 is that of the largest number of workers."""
+    """Return the plots, that of the verdicts first."""
     kinds = (plot_throughput, plot_drift, plot_phases, plot_time_to_accuracy)
     return [
         *placed([plot_verdicts(report.verdicts)], ""),
@@ -49,7 +49,7 @@ def draw_plots(report: Report) -> list[Plot]:
 
 
 def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
-    """Give plots names, as of files, and titles of their case."""
+    """Add the case to the plots' titles, and to their names, which serve as file names."""
     suffix = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in case)
     return [
         replace(plot, name=f"{plot.name}-{suffix}", title=f"{plot.title}, {case}") if case else plot
@@ -61,12 +61,12 @@ def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
 def curve(
     report: Report, name: str, points: Points, texts: Sequence[str], width: float, mark: float = 0
 ) -> list[Layer]:
-    """Return a configuration's line, and marks of half this width; it looks the same in all plots.
-
-    The first one is drawn broad, below the others: equal curves both stay in sight.
+    """Return a configuration's line, and markers of half-width `mark` unless it is 0. A
+    configuration looks the same in all plots. The first one's line is wide and lies below the
+    others, so that of two equal curves both stay visible.
     """
     index, colour = line_style(report, name)
-    shape = (index + index // len(COLOURS)) % len(MARKERS)  # a new one where colours come again
+    shape = (index + index // len(COLOURS)) % len(MARKERS)  # shifts when colours repeat
     style = width if index else 2.2 * width, DASHES[shape], 0.9 if index else 0.55
     key = report.labels[name]
     line = Layer("line", points, colour, *style, texts=texts, key=key)
@@ -74,7 +74,7 @@ def curve(
 
 
 def line_style(report: Report, name: str) -> tuple[int, str]:
-    """Return which configuration this is, and its colour in all plots."""
+    """Return a configuration's index, and its colour in all plots."""
     index = [*report.comparison.configurations].index(name)
     return index, COLOURS[index % len(COLOURS)]
 
@@ -83,8 +83,8 @@ def line_style(report: Report, name: str) -> tuple[int, str]:
 
 
 def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
-    """Show each verdict's interval around equal speed, against the margin within which the plan
-    calls two equal; None if no ratio was measured."""
+    """Show each verdict's interval beside equal speed and the plan's margin for "equal"; None if
+    no ratio was measured."""
     layers: list[Layer] = []
     rows: list[PlotRow] = []
     measured = [verdict for verdict in verdicts if verdict.speed is not None]
@@ -103,8 +103,8 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
         "verdict",
         "Speed ratios and their intervals",
         "Diamond and line: point estimate and interval. Rings: the ratio of each block. Dashed "
-        "line: equal speed; right of it the first is faster, left of it the second. Grey: within "
-        f"{margins} %; an interval inside is equal, unless the correction for "
+        "line: equal speed; right of it the first is faster, left of it the second. Grey: the "
+        f"margin of {margins} %; an interval inside it means “equal”, unless the correction for "
         "several verdicts forbids it.",
         Scale(max(0.0, 1 - 1.12 * most), 1 + 1.12 * most, ticks, "speed of the first / the second"),
         layers,
@@ -115,23 +115,23 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
 def row_plot(
     name: str, title: str, caption: str, x: Scale, layers: Sequence[Layer], rows: Sequence[PlotRow]
 ) -> Plot:
-    """Return a plot with a row for each of what it shows."""
+    """Return a plot with one row for each side or verdict."""
     y, height = Scale(len(rows) - 0.5, -0.5), ROW_HEIGHT * len(rows)
     return Plot(name, title, caption, x, y, layers, rows, height)
 
 
 def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
-    """Return what a verdict's row shows: interval and ratios, below its name."""
+    """Return the layers of a verdict's row: interval and ratios, below its name."""
     speed, margin = verdict.speed, verdict.margin
     assert speed is not None
-    told = filter(None, [ratio_text(speed), interval_text(speed), verdict.decision])
+    texts = filter(None, [ratio_text(speed), interval_text(speed), verdict.decision])
     rings = [(ratio, y + 0.26) for ratio in thinned(speed.ratios, MAX_RINGS)]
     blocks = [f"{name}, ratio of a block: {ratio:.3f}" for ratio, _ in rings]
     return [
         bar(1 / (1 + margin), 1 + margin, y + 0.175, GRID, 0.65 * ROW_HEIGHT, 0.7),
         Layer("line", [(1, y - 0.15), (1, y + 0.5)], MUTED, 1, "3 2"),
         interval_line(speed, y),
-        Layer("diamond", [(speed.ratio, y)], INK, 3.4, texts=[f"{name}: {', '.join(told)}"]),
+        Layer("diamond", [(speed.ratio, y)], INK, 3.4, texts=[f"{name}: {', '.join(texts)}"]),
         Layer("circle", rings, MUTED, 2, hollow=True, texts=blocks),
     ]
 
@@ -155,21 +155,21 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
     for y, (row, name) in enumerate(zip(rows, row_names(report, rows), strict=True)):
         configuration, rate = row["configuration"], row["images_per_second"]
         base, colour = fewest.setdefault(configuration, row), line_style(report, configuration)[1]
-        told = f"{three_digits(rate)} {unit}/s"
-        layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {told}"))
+        shown = f"{three_digits(rate)} {unit}/s"
+        layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {shown}"))
         layers.append(interval_line(row["mean"], y + 0.14))
         if row is not base:
             ideal = base["images_per_second"] * row["workers"] / base["workers"]
             ends = [(ideal, y - 0.06), (ideal, y + 0.34)]
             layers.append(Layer("line", ends, MUTED, 1.4, "3 2", key="ideal scaling"))
-        named.append(PlotRow(y, name, told))
+        named.append(PlotRow(y, name, shown))
     return row_plot(
         "throughput",
         "Training throughput",
         f"Training {unit} per second of all workers, without the first steps and evaluation. Bars: "
-        "all of them over all seconds; lines: the interval of the blocks' mean; dashed: ideal "
-        "scaling from the fewest workers. What slows all sides of a block is in these lines, and "
-        "not in the ratios of the verdicts.",
+        f"all {unit} divided by all seconds; lines: the interval of the mean over blocks; dashed: "
+        "ideal scaling from the fewest workers. What slows all sides of a block changes these "
+        "bars and intervals, but cancels in the verdicts' ratios.",
         linear(values_of(layers)[0], f"{unit}/s", zero=True),
         layers,
         named,
@@ -177,7 +177,7 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
 
 
 def row_names(report: Report, rows: Sequence[Row]) -> list[str]:
-    """Name the cells of a plot's rows, with the workers where their numbers differ."""
+    """Return the names of a plot's rows, with the number of workers if it differs between them."""
     is_several = len({row["workers"] for row in rows}) > 1
     return [
         place_text(report.labels[row["configuration"]], is_several * row["workers"]) for row in rows
@@ -185,8 +185,8 @@ def row_names(report: Report, rows: Sequence[Row]) -> list[str]:
 
 
 def plot_drift(report: Report, case: str) -> Plot | None:
-    """Show speed over the blocks, in the order in which they ran, of the turns that count alone;
-    None where there is no second one."""
+    """Show speed over the blocks in the order in which they ran, of the turns that count only;
+    None with fewer than two points."""
     layers: list[Layer] = []
     cells = [cell for cell in report.comparison.cells if cell[0] == case]
     mark, unit = 0 if report.comparison.is_by_turns else 2, report.comparison.unit
@@ -198,8 +198,8 @@ def plot_drift(report: Report, case: str) -> Plot | None:
             for at, turn in enumerate(turns)
         ]
         points = thinned(measured, MAX_POINTS // len(cells))
-        own = place_text(report.labels[name], workers)
-        texts = [f"{own}, block {x:.2f}: {y:,.4g} {unit}/s" for x, y in points]
+        place = place_text(report.labels[name], workers)
+        texts = [f"{place}, block {x:.2f}: {y:,.4g} {unit}/s" for x, y in points]
         layers += curve(report, name, points, texts, 1.1, mark)
     x, y = values_of(layers)
     if len({*x}) < 2:
@@ -208,8 +208,8 @@ def plot_drift(report: Report, case: str) -> Plot | None:
         "drift",
         "Speed over the experiment",
         f"{unit.capitalize()} per second of whole runs, or of the turns that count, in the order "
-        "in which they ran. A slope that all share is the machine's drift, which ratios within "
-        "blocks leave out.",
+        "in which they ran. A slope that all sides share is drift of the machine; it cancels in "
+        "ratios within blocks.",
         linear(x, "block"),
         linear(y, f"{unit}/s"),
         layers,
@@ -217,44 +217,48 @@ def plot_drift(report: Report, case: str) -> Plot | None:
 
 
 def plot_phases(report: Report, case: str) -> Plot | None:
-    """Show what a step's time is made of; None if no run measured it."""
+    """Show how a step's time divides into phases; None if no run measured it."""
     shown = [row for row in report.phases if row["case"] == case]
     if not shown:
         return None
     milliseconds = [1000 * row["step_seconds"] for row in shown]
-    told = [f"{three_digits(ms)} ms" for ms in milliseconds]
-    rows = [*map(PlotRow, range(len(shown)), row_names(report, shown), told)]
+    totals = [f"{three_digits(ms)} ms" for ms in milliseconds]
+    rows = [*map(PlotRow, range(len(shown)), row_names(report, shown), totals)]
     return row_plot(
         "step-breakdown",
         "Time per step by phase",
-        "Means over the steps. Exposed communication: how much longer a step takes "
-        "because of the gradient exchange; what overlaps with the backward pass does not count, "
-        "and where it was not measured separately, it is part of backward. With one worker there "
-        f"is no exchange: in its place stands {ALONE}.",
+        "Means over the steps. Exposed communication: how much longer a step takes because of the "
+        "gradient exchange. Communication that overlaps with the backward pass does not count; "
+        "where exposed communication was not measured separately, it is part of backward. With "
+        f"one worker there is no exchange: {ALONE} is shown in its place.",
         linear(milliseconds, "milliseconds per step", zero=True),
-        [layer for row, told in zip(shown, rows, strict=True) for layer in phase_layers(row, told)],
+        [
+            layer
+            for row, place in zip(shown, rows, strict=True)
+            for layer in phase_layers(row, place)
+        ],
         rows,
     )
 
 
-def phase_layers(row: Row, told_in: PlotRow) -> list[Layer]:
-    """Return a row of bars, one behind the other."""
-    name, y, step = told_in.name, told_in.y, 1000 * row["step_seconds"]
+def phase_layers(row: Row, place: PlotRow) -> list[Layer]:
+    """Return the bars of a row, end to end."""
+    name, y, step = place.name, place.y, 1000 * row["step_seconds"]
     end, layers = 0.0, []
     for field, (words, colour, opacity) in PHASES.items():
         is_alone = row["workers"] == 1 and field == EXPOSED
         ms = 1000 * row.get(field, 0.0)
-        if ms > 0:  # noise may bring the difference of two means below 0; a bar cannot be there
+        if ms > 0:  # noise may make the difference of two means negative, which no bar can show
             shown = ALONE if is_alone else words
-            told = f"{name}: {shown} {ms:.3g} ms, {100 * ms / step:.1f} % of the step"
+            text = f"{name}: {shown} {ms:.3g} ms, {100 * ms / step:.1f} % of the step"
             start, end = end, end + ms
-            layers.append(bar(start, end, y + 0.14, colour, 13, opacity, told, words))
+            layers.append(bar(start, end, y + 0.14, colour, 13, opacity, text, words))
     return layers
 
 
 def plot_time_to_accuracy(report: Report, case: str) -> Plot | None:
-    """Show validation top-1 against the training clock, of runs with the most workers that nobody
-    disturbed; None without evaluations."""
+    """Show validation top-1 against the training clock, of the undisturbed runs with the most
+    workers; None without evaluations."""
     layers: list[Layer] = []
     whole = [run for run in report.comparison.complete if run.case == case]
     most = max((run.workers for run in whole), default=0)
@@ -274,7 +278,7 @@ def plot_time_to_accuracy(report: Report, case: str) -> Plot | None:
         "time-to-accuracy",
         "Top-1 against time",
         "Validation top-1 against training time, evaluation included. One line per run; runs "
-        "that others disturbed are left out.",
+        "that other processes disturbed are left out.",
         linear(x, "seconds since training began, evaluation included", zero=True),
         linear(y, "validation top-1, %"),
         layers,
@@ -285,11 +289,11 @@ def plot_time_to_accuracy(report: Report, case: str) -> Plot | None:
 
 
 def values_of(layers: Iterable[Layer]) -> tuple[list[float], list[float]]:
-    """Return the x and the y of all points, for the axes."""
+    """Return all x and all y values of the points, for the axes."""
     points = [point for layer in layers for point in layer.points]
     return [x for x, _ in points], [y for _, y in points]
 
 
 def thinned(values: Sequence[T], most: int) -> Sequence[T]:
-    """Return at most about so many values, evenly chosen."""
+    """Return about `most` values at most (at least 3), evenly spaced."""
     return values[:: -(-len(values) // max(3, most)) or 1]

@@ -17,15 +17,15 @@ from compare.page.findings import Report, SideBySide
 from compare.plan.configurations import PEERS
 
 POOLED = (
-    "Ratios of speed with their 95 % intervals: each occasion's, and the common one of a random-"
-    "effects model. The standard deviation between the occasions' own truths is told from four "
-    "occasions on. Of few it is hardly known, which makes the common interval wide (Student's "
-    "quantile is 12.7 for two, 4.3 for three, 2.8 for five). Verdicts of unfinished measurements "
-    "are left out."
+    "Speed ratios with their 95 % intervals: each occasion's ratio, and their common ratio by a "
+    "random-effects model. The standard deviation of the true ratio between occasions is given "
+    "from four occasions on. It is hardly known from few of them, which makes the common interval "
+    "wide (Student's quantile is 12.7 for two, 4.3 for three, 2.8 for five). Unfinished "
+    "measurements are left out."
 )
 APART = (
-    "These were not measured in the same blocks: a change of the machine between them would be in "
-    "a ratio of two, so there is none."
+    "These comparisons were not measured in the same blocks. A ratio between two of them would "
+    "include any change of the machine in between, so none is given."
 )
 tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
 
@@ -35,34 +35,34 @@ class TableCell:
     """A cell of a table of figures."""
 
     text: str
-    value: float | None = None  # what it is sorted by and copied as, where that is not the text
+    value: float | None = None  # for sorting and copying; None: the text serves
     aside: str = ""
     is_alarm: bool = False
-    series: int | None = None  # the colour of a configuration; -1: a row that is of none
+    series: int | None = None  # a configuration's colour; -1: the row belongs to no configuration
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its name with the unit, what it shows of a row, and what that means."""
+    """A column: its name with the unit, the figure of a row that it shows, and an explanation."""
 
     name: str
-    # The figure's name or place in a row, or a function of the row: a number, an estimate, a figure
-    # with the ends of its range, a text or a cell; None: unknown.
+    # The figure's name or index in a row, or a function of the row. The figure is a number, an
+    # estimate, a tuple of a number and the ends of its range, a text, or a cell; None: unknown.
     figure: str | int | Callable[[Any], Any]
-    pattern: str = ""  # of a number; three digits without one
+    pattern: str = ""  # format of a number; by default at least three digits
     note: str = ""
     scale: float = 1  # from the row's unit to the column's
     is_optional: bool = False  # left out where no row has a value
     is_number: bool = True
 
     def value(self, row: Any) -> Any:
-        """Return what a row has."""
+        """Return the figure of a row."""
         if callable(self.figure):
             return self.figure(row)
         return row.get(self.figure) if isinstance(row, dict) else row[self.figure]
 
     def cell(self, row: Any) -> TableCell:
-        """Return what the column shows of a row."""
+        """Return the column's cell in a row."""
         value = self.value(row)
         if isinstance(value, TableCell):
             return value
@@ -92,9 +92,9 @@ class Table:
     title: str
     note: str
     columns: Sequence[Column]
-    lines: Sequence[Any]  # what the columns show
-    starts_group: Sequence[bool] = ()  # line by line: is it parted from the one before?
-    is_detail: bool = False  # for the page alone
+    lines: Sequence[Any]  # the rows' data, from which the columns take their figures
+    starts_group: Sequence[bool] = ()  # for each line: whether a rule separates it from the last
+    is_detail: bool = False  # shown on the page alone
 
     @property
     def rows(self) -> list[list[TableCell]]:
@@ -103,7 +103,7 @@ class Table:
 
 
 def counted(number: int, planned: int | None) -> TableCell:
-    """Return how many there are, in red with the plan's number where some are missing."""
+    """Return a number, in red and with the planned number if some are missing."""
     if planned is None or planned <= number:
         return TableCell(str(number), number)
     return TableCell(f"{number} of {planned}", number, is_alarm=True)
@@ -113,15 +113,15 @@ def counted(number: int, planned: int | None) -> TableCell:
 
 
 def speed_columns(unit: str) -> tuple[Column, ...]:
-    """Return the columns of speed, of images or of what a user's own scripts count."""
+    """Return the columns of speed, in images or in the unit that a user's own scripts count."""
     one = unit.removesuffix("s")
     return (
         Column(f"{unit}/s", lambda row: (row["images_per_second"], row["lowest"], row["highest"]),
-               note=f"{unit.capitalize()}/s: all {unit} over all seconds, with the range of the "
-               "blocks."),
+               note=f"{unit.capitalize()}/s: all {unit} divided by all seconds, with the range "
+               "over blocks."),
         Column("scaling, %", "scaling", "{:.0f}", scale=100, is_optional=True,
-               note=f"Scaling: {unit}/s per worker, as a percentage of that with the fewest "
-               "workers in the block of the same number, with its interval."),
+               note=f"Scaling: {unit}/s per worker, as a percentage of {unit}/s per worker with "
+               "the fewest workers in the block of the same number, with its interval."),
         Column(f"CPU ms per {one}", "cpu_ms_per_image", note="CPU time: of all workers."),
         Column("blocks", lambda row: counted(row["blocks"], row["planned_blocks"])),
     )  # fmt: skip
@@ -129,11 +129,13 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
 
 TRAININGS = (
     Column("start and end, s", "startup_seconds", "{:,.1f}",
-           "Medians, of times and input without runs that others disturbed. Start and end: from "
-           "the launcher's start to its end, without the training clock."),
+           "Medians over runs; those of times and input leave out runs that other processes "
+           "disturbed. Start and end: from the launcher's start to its end, without the training "
+           "clock."),
     Column("training, s", "train_seconds", "{:,.1f}"),
-    Column("evaluation, s", "evaluation_seconds", "{:,.1f}", "Evaluation: with checkpoints."),
-    Column("top-1, %", "top1", "{:.2f}", "Top-1, top-5 and loss: last validation."),
+    Column("evaluation, s", "evaluation_seconds", "{:,.1f}",
+           "Evaluation: checkpoints included."),
+    Column("top-1, %", "top1", "{:.2f}", "Top-1, top-5 and loss: of the last validation."),
     Column("top-5, %", "top5", "{:.2f}"),
     Column("loss", "loss", "{:.4g}"),
     Column("weights", "weights", is_number=False,
@@ -143,38 +145,41 @@ TRAININGS = (
 )  # fmt: skip
 RESOURCES = (
     Column("memory, MB", "peak_memory", "{:,.0f}",
-           "Memory: of the largest worker, with its interval from three runs on.", scale=1e-6),
+           "Memory: of the worker that uses most, with an interval from three runs on.",
+           scale=1e-6),
     Column("slowest / median rank", "straggler_ratio", "{:.3f}", is_optional=True,
-           note="Slowest / median rank: of their times of forward and backward."),
+           note="Slowest / median rank: the ratio of their times for forward and backward."),
     Column("network, MB a step", "network_bytes_per_step", "{:,.1f}", scale=1e-6, is_optional=True,
-           note="Network: what the hosts' interfaces sent for all processes, loopback included, "
-           "from the first step to the end, with validation; messages through shared memory are "
-           "not there."),
+           note="Network: what the hosts' interfaces sent for all processes from the first step "
+           "to the end, loopback and validation included; messages through shared memory do not "
+           "count."),
     Column("GPU J per image", "gpu_joules_per_image", is_optional=True,
            note="Energy: of the GPU by NVML, of the processor by RAPL."),
     Column("GPU watts", "gpu_watts", "{:,.0f}", is_optional=True),
     Column("GPU busy, %", "gpu_utilization_percent", "{:.0f}", is_optional=True),
     Column("CPU J per image", "cpu_joules_per_image", is_optional=True),
 )  # fmt: skip
-# Beside them where a plan has other ways of training than the two engines.
+# Added if a plan runs a rung of the ladder beside the two engines.
 LADDER = (
     Column("bubble, %", "bubble_share", "{:.0f}", scale=100, is_optional=True,
-           note="Bubble: the share of the steps in which a pipeline's mean stage has no work."),
+           note="Bubble: the share of a step in which a stage of the pipeline has no work, as the "
+           "mean over stages."),
     Column("staleness, updates", "staleness", "{:.2f}", is_optional=True,
-           note="Staleness: updates since the weights that a gradient is of, in the mean."),
+           note="Staleness: how many updates the weights are ahead of those that a gradient was "
+           "computed from, on average."),
 )  # fmt: skip
 INPUT = (
     Column("images/s", "images_per_second", is_optional=True,
-           note="What all workers read during the whole trainings, which is not the input's limit, "
-           "and the share of the step time spent waiting for it."),
+           note="What all workers read during whole trainings, which is not the most that the "
+           "input can deliver, and the share of the step time spent waiting for it."),
     Column("files/s", "files_per_second", is_optional=True),
     Column("MB/s", "megabytes_per_second", is_optional=True),
     Column("input wait, %", "wait_share", "{:.2f}", scale=100, is_optional=True),
 )  # fmt: skip
 
 
-# A step's phases: the names of their seconds, the words for them, and how the page draws them:
-# greys for computing, colours of their own for waiting.
+# A step's phases: the field of their seconds, their name in words, and how the page draws them.
+# Computation is grey, waiting has colours.
 PHASES = {
     "data_seconds": ("data", "var(--waiting)", 0.9),
     "forward_seconds": ("forward", MUTED, 0.35),
@@ -183,7 +188,7 @@ PHASES = {
     "optimizer_seconds": ("optimizer", INK, 0.85),
     "other_seconds": ("other", INK, 0.5),
 }
-# In short words: on a terminal the table is to fit into 100 columns.
+# The first word of each name: on a terminal the table must fit into 100 columns.
 PHASE_COLUMNS = [
     *(Column(words.split()[0], field, scale=1000, is_optional=True)
       for field, (words, *_) in PHASES.items()),
@@ -192,20 +197,20 @@ PHASE_COLUMNS = [
 
 
 def all_tables(report: Report) -> list[Table]:
-    """Return the tables in their order: speed first, and apart from it whole trainings."""
+    """Return the tables in their order: speed first, whole trainings separately."""
     is_by_turns, trainings = report.comparison.is_by_turns, report.trainings
     has_rungs = any(run.engine not in PEERS for run in report.comparison.runs)
     phases = (
-        "Means over ranks and blocks, of the turns that the verdicts are from (of whole runs: of "
-        "rank 0). Exposed: how much longer a step takes because of the gradient exchange; with one "
-        "worker, which exchanges nothing, the engine's own work. Other: records, and what "
+        "Means over ranks and blocks, of the turns that the verdicts use (in whole runs: of rank "
+        "0). Exposed: how much longer a step takes because of the gradient exchange; with one "
+        "worker, which exchanges nothing, the engine's own work. Other: records, and whatever "
         "else ends a step."
     )
     differences = (
-        "First less second, where a verdict shows a difference: a minus is what the first saves. "
-        "Paired by block, with intervals; the phases add up to the step."
+        "First minus second, for each verdict that shows a difference: where it is negative, the "
+        "first saves time. Paired by block, with intervals; the phases add up to the step."
     )
-    unused = "No verdict on speed uses these runs: that is measured by turns." * is_by_turns
+    unused = "No speed verdict uses these runs: speed is measured by turns." * is_by_turns
     most = max((row["planned_runs"] for row in trainings), default=1)
     costs = RESOURCES + LADDER * has_rungs
     found = [
@@ -230,8 +235,8 @@ def cell_table(
     note: str = "",
     is_detail: bool = False,
 ) -> Table:
-    """Return a table with a row for each cell, without lines if it would show nothing. Its note is
-    that of its columns, and what else is given."""
+    """Return a table with a row for each cell; it has no lines if no column has a value. Below it
+    stand `note` and the columns' notes."""
     names = [*report.comparison.configurations]
 
     def configuration(row: Any) -> TableCell:
@@ -261,7 +266,7 @@ def cell_table(
 
 
 def goals_tables(comparisons: Sequence[Comparison]) -> list[Table]:
-    """Return the table of what came of the plans' goals; none where no plan has any."""
+    """Return the table of the plans' goals and their verdicts; none if no plan has goals."""
     goals = [goal for one in comparisons for goal in goals_of(one)]
     columns = (
         *[Column("question", lambda goal: goal.question, is_number=False)] * (len(comparisons) > 1),
@@ -274,15 +279,15 @@ def goals_tables(comparisons: Sequence[Comparison]) -> list[Table]:
     )
     note = (
         "The ratio of two sides' speeds, or a side's speed, against the plan's goal. At the goal: "
-        "the interval contains it, and ends no more than 2 % below it, nor more than half of what "
-        "it allows or asks for."
+        "the interval contains the goal, and its lower end is at most 2 % below the goal; for a "
+        "ratio, also at most half as far below it as the goal is from 1."
     )
     return [Table("Goals", note, columns, goals)] if goals else []
 
 
 def square_tables(report: Report) -> list[Table]:
-    """Return, for each case and number of workers at which both engines ran over the same two
-    transports, their speeds, and beside them what engine and transport make of each other."""
+    """Return a table for each case and number of workers at which both engines ran over the same
+    two transports: their speeds, the ratios of engines and transports, and the interaction."""
     places = dict.fromkeys((v.case, v.workers) for v in report.verdicts if v.speed is not None)
     return [square_table(report, *place) for place in places if report.comparison.square]
 
@@ -319,10 +324,10 @@ def square_table(report: Report, *place: Any) -> Table:
     heads = ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
     return Table(
         f"Engine and transport, {place_text(*place)}",
-        "Ratios of speed with their intervals. Below on the right the interaction: the engines' "
-        f"ratio over {new} by that over {base}; it is 1 where engine and transport do not depend "
-        "on each other, on the scale of ratios only: differences in images/s would say something "
-        "else.",
+        "Speed ratios with their intervals. At the bottom right is the interaction: the engines' "
+        f"ratio over {new} divided by that over {base}. It is 1 if engine and transport do not "
+        "depend on each other, on the scale of ratios; on that of images/s the answer may be "
+        "another.",
         [Column(head, i, is_number=i > 0) for i, head in enumerate(heads)],
         lines,
         (False, False, True),
@@ -330,14 +335,14 @@ def square_table(report: Report, *place: Any) -> Table:
 
 
 def ratio_cell(found: Estimate | None) -> TableCell:
-    """Return a ratio with its interval, with decimals enough that no bound reads 1 which is not."""
+    """Return a ratio with its interval, and enough decimals that no bound is rounded to 1."""
     places = max(3, digits(found)) if found else 0
     return Column("", lambda row: row, f"{{:.{places}f}}").cell(found)
 
 
 def side_by_side_tables(both: SideBySide) -> list[Table]:
-    """Return the table of each one's speeds, that of what is pooled over occasions, and that of
-    what differs, the latter two if there is anything."""
+    """Return a table of each comparison's speeds, one of the ratios pooled over occasions, and one
+    of what differs; the last two if they have lines."""
     speeds = [
         cell_table(
             report,
@@ -376,12 +381,12 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
 
 
 def escaped(text: str) -> str:
-    """Keep Markdown from reading signs in a text as marks; `_` inside of words is none."""
+    """Escape the characters of a text that Markdown would interpret. `_` within words is safe."""
     return re.sub(r"[\\`*<|]", r"\\\g<0>", text)
 
 
 def table_text(table: Table, markdown: bool = False) -> str:
-    """Return a table for the terminal, where long texts take several lines, or as Markdown."""
+    """Return a table for the terminal, where long texts are wrapped, or as Markdown."""
     headers = [column.name for column in table.columns]
     cells = [[f"{cell.text} {cell.aside}".rstrip() for cell in row] for row in table.rows]
     if markdown:
