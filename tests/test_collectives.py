@@ -215,9 +215,9 @@ def test_a_folder_without_figures_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("collectives.json", "[]", "is no JSON object"),
+        ("collectives.json", "[]", "is not a JSON object"),
         ("block-2/mpi4py/outcome.json", '{"status": 7}', "status = 7"),
-        ("block-2/mpi4py/measurements.jsonl", '{"kind": "allr', "is no JSON object"),
+        ("block-2/mpi4py/measurements.jsonl", '{"kind": "allr', "is not a JSON object"),
     ],
 )
 def test_a_damaged_file_is_one_message(file, text, said, tmp_path, refusal):

@@ -84,7 +84,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], Path, str]] = {
     ),
     "what a side says": (
         lambda folder: change(folder / SIDE / "config.json", lambda one: one.update(lr=1)),
-        BLOCK, "what ran there has other records than when it was measured: ddp-mpi/0/run/config",
+        BLOCK, "these files beside it were changed since it was measured: ddp-mpi/0/run/config",
     ),
     "a side's file is missing": (
         lambda folder: (folder / SIDE / "environment.json").unlink(),
@@ -92,27 +92,27 @@ BROKEN: dict[str, tuple[Callable[[Path], object], Path, str]] = {
     ),
     "dropped": (
         lambda folder: shutil.rmtree(folder / BLOCK.parent),
-        TURNS / "block-3/block.json", "the block before it is missing, or another one",
+        TURNS / "block-3/block.json", "the block before it is missing, or is another one",
     ),
     "copied": (
         lambda folder: copy_of(folder, "block-1", "block-2"),
         BLOCK, "it was measured as turns/2-workers/block-1 of its comparison",
     ),
     "of another comparison": (
-        lambda folder: copy_of_another(folder, BLOCK.parent), BLOCK, "by another plan",
+        lambda folder: copy_of_another(folder, BLOCK.parent), BLOCK, "under another plan",
     ),
     "the plan": (
         lambda folder: change(folder / "plan.json", lambda plan: plan.update(margin=0.5)),
-        TURNS / "block-1/block.json", "by another plan, or the plan was changed since",
+        TURNS / "block-1/block.json", "under another plan, or the plan was changed afterwards",
     ),
     "an end taken back": (
         lambda folder: change(folder / "plan.json", lambda plan: (
             plan.update(blocks=3), plan["ends"][0].update(blocks=3))),
-        TURNS / "block-1/block.json", "by another plan, or the plan was changed since",
+        TURNS / "block-1/block.json", "under another plan, or the plan was changed afterwards",
     ),
-    "empty": (lambda folder: (folder / BLOCK).write_text(""), BLOCK, "is no JSON object"),
-    "a list": (lambda folder: (folder / BLOCK).write_text("[]"), BLOCK, "is no JSON object"),
-    "deep": (lambda folder: (folder / BLOCK).write_text(DEEP), BLOCK, "is no JSON object"),
+    "empty": (lambda folder: (folder / BLOCK).write_text(""), BLOCK, "is not a JSON object"),
+    "a list": (lambda folder: (folder / BLOCK).write_text("[]"), BLOCK, "is not a JSON object"),
+    "deep": (lambda folder: (folder / BLOCK).write_text(DEEP), BLOCK, "is not a JSON object"),
     "bytes": (lambda folder: (folder / BLOCK).write_bytes(b'"\xff"'), BLOCK, "can't decode byte"),
     "a folder": (
         lambda folder: ((folder / BLOCK).unlink(), (folder / BLOCK).mkdir()),
@@ -157,9 +157,9 @@ def test_a_folder_of_another_name_is_no_block(name, folder):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda b: b["turns"][3].update(purpose="disturbed"), "nobody had disturbed it"),
-        (lambda b: b["turns"][3].update(images=7), "has 7 images, and its steps 128"),
-        (lambda b: b["turns"][2]["phases"].pop("data"), "not the same phases"),
+        (lambda b: b["turns"][3].update(purpose="disturbed"), "no other process had disturbed it"),
+        (lambda b: b["turns"][3].update(images=7), "has 7 images, but its steps have 128"),
+        (lambda b: b["turns"][2]["phases"].pop("data"), "do not all have the same phases"),
         (lambda b: b["turns"][3].update(seconds=0), "seconds = 0"),
     ],
 )

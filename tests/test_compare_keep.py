@@ -79,7 +79,7 @@ def test_a_comparison_is_kept_and_says_what_it_said(comparison, capsys):
     assert (parity.main(pair), timeline.main(pair)) == (0, 2)
     told = capsys.readouterr()
     assert "final weights of the whole runs: bit-equal" in told.out
-    assert "is no run folder with a profile/" in told.err
+    assert "contains no profile/" in told.err
 
 
 def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):

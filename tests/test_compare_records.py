@@ -166,7 +166,7 @@ def test_recorded_comparisons_are_whole(folder):
         assert run.evaluations and run.summary.phases.step_seconds
 
 
-OF_32 = "72 steps are of 32 images"
+OF_32 = "72 steps have 32 images each"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ TOOK = "images_per_second is {}, but a step of 32 to 64 images took 0.1 s"
     [
         (72 * 32, 320.0, ""),
         (72 * 64, 640.0, ""),
-        (72 * 31, 500.0, "samples_seen is 2232, but 72 steps are of 32 to 64 images"),
+        (72 * 31, 500.0, "samples_seen is 2232, but 72 steps have 32 to 64 images each"),
         (72 * 50, 290.0, TOOK.format(290)),
         (72 * 50, 700.0, TOOK.format(700)),
     ],
@@ -224,10 +224,10 @@ def reason_of(folder: Path, cell: str) -> str:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: "", "metrics.jsonl, its last line is no JSON object"),
+        (lambda text: "", "metrics.jsonl, its last line is not a JSON object"),
         (
             lambda text: text + '{"kind": "step", "ep',
-            "metrics.jsonl, its last line is no JSON object",
+            "metrics.jsonl, its last line is not a JSON object",
         ),
         (lambda text: text[: len(text) // 2].rpartition("\n")[0], "but the run had 72 steps"),
     ],

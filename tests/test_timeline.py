@@ -231,7 +231,7 @@ def test_damaged_times_of_gradients_keep_back_the_list_alone(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "file", "text", "said"),
     [
-        ("none", "", "", "is no run folder"),
+        ("none", "", "", "contains no profile"),
         (".", "", "", "profile/rank-*.json"),
         ("run run", "", "", "none twice"),
         ("run -o run/profile/rank-0.json", "", "", "among the profiles"),
@@ -248,11 +248,11 @@ def test_damaged_times_of_gradients_keep_back_the_list_alone(tmp_path, capsys):
                 '{"baseTimeNanoseconds": 1, "traceEvents": [{"name": "process_labels", "pid": 1}]}',
             )
         ),
-        ("run", "rank-0.json", json.dumps(torch_trace(0, 1, steps=0)), "holds no step"),
-        ("run", TIMELINE, '[{"ph": "i", "name": "x", "ts": 1}]', "timeline with its start"),
-        ("run", TIMELINE, '[{"ph": "i", "name": "x", ', "is no whole timeline"),
-        ("run", TIMELINE, "[1, 2]", "is no whole timeline"),
-        ("run", TIMELINE, "[" * 2000, "is no whole timeline"),
+        ("run", "rank-0.json", json.dumps(torch_trace(0, 1, steps=0)), "contains no step"),
+        ("run", TIMELINE, '[{"ph": "i", "name": "x", "ts": 1}]', "lacks its start time"),
+        ("run", TIMELINE, '[{"ph": "i", "name": "x", ', "is incomplete, or lacks its start"),
+        ("run", TIMELINE, "[1, 2]", "is incomplete, or lacks its start"),
+        ("run", TIMELINE, "[" * 2000, "is incomplete, or lacks its start"),
     ],
 )
 def test_a_mistake_or_a_damaged_profile_is_one_message_and_nothing_is_written(

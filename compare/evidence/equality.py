@@ -1,4 +1,4 @@
-"""What must be equal between runs that are compared, what the plan has differ, and what does."""
+"""What must be equal between compared runs, what the plan varies, and what differs."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -9,33 +9,33 @@ from compare.evidence.words import short
 from recipe.record.schema import Environment
 from recipe.settings.flags import FLAGS, names_of
 
-# What may differ between two runs that are compared, whatever the plan: where they were written.
+# Fields that may differ between compared runs under any plan: where the runs were written.
 PLACES = {"log_dir", "name"}
-# What a run says of its start.
+# Fields that describe how a run was started.
 START = {"engine", "launcher", "transport"}
-# What may differ as well where two configurations differ in one of these. A launcher may set the
-# variable for its ranks: mpirun does, where it is given --prefix or its whole path.
+# If two configurations differ in a key, the fields of its value may differ, too. A launcher may set
+# LD_LIBRARY_PATH for its ranks: mpirun does so if --prefix or its full path was given.
 OF_LAUNCHER = {"launcher", "LD_LIBRARY_PATH"}
 FOLLOWS = {"engine": {"engine"}, "launcher": OF_LAUNCHER, "controller": OF_LAUNCHER}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen", "replaced_images")
-# Of environment.json: what is no condition of a comparison. All else must be equal.
+# Fields of environment.json that may differ. All others must be equal.
 NO_CONDITION = {"format", "version", "command", "started_utc", "git_commit", "gpu_clock_mhz"}
 CONDITIONS = [
     field.name
     for field in fields(Environment)
-    if field.name not in {*NO_CONDITION, "variables"}  # which count one by one
+    if field.name not in {*NO_CONDITION, "variables"}  # variables are compared one by one
 ]
-# Software that not every configuration uses: equal among those that do.
+# Software that not every configuration uses: it must be equal among those that do.
 EQUAL_WHERE_USED = ("horovod", "mpi", "nccl")
 ABSENT = "absent"
-# What each block has of its own.
+# Fields that differ from block to block.
 OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}
-# And where each block is a job of its own, which the scheduler puts where it likes.
+# These, too, if each block is a job of its own: the cluster's scheduler chooses its nodes.
 OF_JOB = {"hosts", "rank_hosts", "affinity", "CUDA_VISIBLE_DEVICES"}
 
 
 class Said(NamedTuple):
-    """What one run says of a field."""
+    """The value of a field in one run."""
 
     block: int
     configuration: str
@@ -44,27 +44,28 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that must be equal among the runs of a block in one case at one number of workers,
+    """A field that must be equal among the runs of a block, in one case at one number of workers,
     unless the plan varies it."""
 
     field: str
     case: str
     workers: int
-    is_of_sides: bool  # of blocks of turns, not of whole runs
-    is_of_block: bool  # each block has its own, such as the seed
-    unvaried: tuple[tuple[str, str], ...]  # judged pairs between which the plan has it equal
-    rows: tuple[Said, ...]  # by block
+    is_of_sides: bool  # from sides of turns, not from whole runs
+    is_of_block: bool  # each block has its own value, as of the seed
+    unvaried: tuple[tuple[str, str], ...]  # judged pairs between which the plan does not vary it
+    rows: tuple[Said, ...]  # in the order of blocks
 
     @cached_property
     def unequal_blocks(self) -> list[int]:
-        """The blocks within which it differs."""
+        """The blocks in which the runs' values differ."""
         firsts: dict[int, Any] = {}
         unequal = (r for r in self.rows if r.value != firsts.setdefault(r.block, r.value))
         return sorted({row.block for row in unequal})
 
     @cached_property
     def changed(self) -> tuple[Said, ...]:
-        """Two rows of a configuration, between whose blocks it must not have changed and did."""
+        """Two rows of one configuration whose values differ between blocks but must not; empty if
+        there are none."""
         firsts: dict[str, Said] = {}
         for row in () if self.is_of_block else self.rows:
             if row.value != (first := firsts.setdefault(row.configuration, row)).value:
@@ -73,7 +74,7 @@ class Fact:
 
     @cached_property
     def is_varied(self) -> bool:
-        """Tell whether it differs within blocks only where the plan has it differ."""
+        """Return whether values differ within blocks, but only where the plan varies them."""
         values = {(row.block, row.configuration): row.value for row in self.rows}
         return bool(self.unequal_blocks) and all(
             values[block, first] == values[block, second]
@@ -84,20 +85,20 @@ class Fact:
 
     @property
     def is_confounder(self) -> bool:
-        """Tell whether runs differ here, and were not meant to."""
+        """Return whether the runs differ in this field against the plan."""
         return bool(self.changed) or (bool(self.unequal_blocks) and not self.is_varied)
 
     def between(self, pair: tuple[str, str], blocks: set[int]) -> "Fact":
-        """Return the same of two configurations in some blocks."""
+        """Return the fact restricted to two configurations and some blocks."""
         rows = (row for row in self.rows if row.configuration in pair and row.block in blocks)
         return replace(self, rows=tuple(rows))
 
 
 def facts_of(run: RunRecord) -> dict[str, Any]:
-    """Return everything of a run that must be equal.
+    """Return all values of a run that must be equal.
 
-    Not the git commit: run.py watches the trainers' sources themselves, and whoever commits a text
-    between two blocks has not changed the training.
+    The git commit does not count: run.py compares the trainers' sources themselves, and a commit
+    to the docs between two blocks does not change the training.
     """
     facts = run.config.flags | {
         "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
@@ -112,12 +113,12 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
 
 
 def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
-    """Return what the plan has differ between two configurations: engine, launcher, and a transport
-    that they do not both name; settings that the flags of only one of them make, variables that
-    only one of them sets, and what is in their files of knobs: each engine reads its own tables of
-    such a file, and nothing in it changes what is computed (recipe/settings/knobs.py sees to that),
-    only how fast."""
-    if comparison.plan.side:  # whatever their commands make of it
+    """Return the fields that the plan varies between two configurations: engine, launcher, and the
+    transport unless both name the same; settings by flags and variables that only one of them sets;
+    and the contents of their knob files. Each engine reads its own tables of such a file, and
+    nothing in it changes what is computed, only how fast (recipe/settings/knobs.py ensures
+    that)."""
+    if comparison.plan.side:  # their commands may change any condition
         return {*CONDITIONS, "CUDA version"}
     a, b = comparison.configurations[first], comparison.configurations[second]
     varied = {
@@ -128,7 +129,7 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     }
     is_same_start = a.kind == b.kind and a.environment == b.environment
     if not is_same_start and not a.transport == b.transport != "":
-        varied.add("transport")  # which engine, launcher or a variable chose
+        varied.add("transport")  # chosen by engine, launcher or a variable
     if a.flags != b.flags:
         for field in comparison.plan.varied:
             varied |= {field, *(FLAGS[field].decides if field in FLAGS else ())}
@@ -141,32 +142,32 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
 
 
 def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]:
-    """Compare what the whole runs of a case at a number of workers say of themselves, block by
-    block, and what the sides of turns there say.
+    """Compare the values of the whole runs of a case at a number of workers, block by block, and
+    those of the sides of turns there.
 
-    The seed, and all that follows from it, is meant to differ between blocks; so is what differs
-    between configurations that are not judged against each other.
+    The seed, and all that follows from it, may differ between blocks. Configurations that are not
+    judged against each other may differ in anything.
     """
     order = [*comparison.configurations].index
     varied = {pair: varied_fields(comparison, *pair) for pair in comparison.plan.pairs()}
-    own = OF_BLOCK | (OF_JOB if comparison.plan.is_allocation else set())
+    of_block = OF_BLOCK | (OF_JOB if comparison.plan.is_allocation else set())
     facts = []
     for is_of_sides, runs in ((False, comparison.complete), (True, comparison.sides)):
         here = [run for run in runs if (run.case, run.workers) == (case, workers)]
         here.sort(key=lambda run: (run.block, order(run.configuration)))
-        told = [(run, facts_of(run)) for run in here]
-        for name in dict.fromkeys(name for _, found in told for name in found):
+        values = [(run, facts_of(run)) for run in here]
+        for name in dict.fromkeys(name for _, of_run in values for name in of_run):
             fact = Fact(
                 field=name,
                 case=case,
                 workers=workers,
                 is_of_sides=is_of_sides,
-                is_of_block=name in own,
+                is_of_block=name in of_block,
                 unvaried=tuple(pair for pair, fields in varied.items() if name not in fields),
                 rows=tuple(
-                    Said(run.block, run.configuration, found.get(name, ABSENT))
-                    for run, found in told
-                    if name in found or name not in EQUAL_WHERE_USED
+                    Said(run.block, run.configuration, of_run.get(name, ABSENT))
+                    for run, of_run in values
+                    if name in of_run or name not in EQUAL_WHERE_USED
                 ),
             )
             if name not in START or fact.is_confounder:
@@ -175,7 +176,7 @@ def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]
 
 
 def difference_text(fact: Fact) -> str:
-    """Say in what runs differ: the field, each configuration's value, and in which blocks."""
+    """Return a difference in words: the field, each configuration's value, and the blocks."""
     if fact.changed and (fact.is_varied or not fact.unequal_blocks):
         values = ", ".join(f"{short(row.value)} (block {row.block})" for row in fact.changed)
         return f"{fact.field} changed between blocks: {values}"

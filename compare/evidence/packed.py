@@ -1,9 +1,9 @@
-"""The small files of a record in one that a person can open: runs.jsonl, a line for each folder.
+"""All small files of a record in one readable file: runs.jsonl, with a line for each folder.
 
     {"folder": "block-1/ddp-torchrun-1", "command.txt": "torchrun ...", "summary.json": {...},
      "metrics.jsonl": [{...}, ...]}
 
-Runs write open folders; keep.py packs them for results/. `read_text` reads a file of either.
+Runs write open folders; keep.py packs them for results/. `read_text` reads files of both forms.
 """
 
 import json
@@ -18,7 +18,7 @@ Lines = dict[str, dict[str, Any]]
 
 
 def lines_of(texts: dict[Path, str]) -> str:
-    """Return the lines of files, given their texts by their paths within the record."""
+    """Return the lines of runs.jsonl for files, given their texts by path within the record."""
     folders: dict[str, dict[str, Any]] = {}
     for path, text in sorted(texts.items()):
         folder = path.parent.as_posix()
@@ -27,8 +27,8 @@ def lines_of(texts: dict[Path, str]) -> str:
 
 
 def content(suffix: str, text: str) -> Any:
-    """Return what a file holds: an object of JSON, or several in lines, and of all else (or of half
-    a file) the text."""
+    """Return the content of a file: a JSON object, or a list of the objects in its lines; for any
+    other file, or an incomplete one, its text."""
     try:
         if suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines()]
@@ -38,7 +38,7 @@ def content(suffix: str, text: str) -> Any:
 
 
 def exists(path: Path) -> bool:
-    """Tell whether a record has this file, open or packed."""
+    """Return whether a record has this file, open or packed."""
     return path.exists() or path.name in files_in(path.parent)
 
 
@@ -46,7 +46,7 @@ def read_text(path: Path) -> str:
     """Return the text of a record's file, open or packed; UserError if it cannot be read."""
     files = {} if path.exists() else files_in(path.parent)
     if path.name not in files:
-        # JSON writes any byte of a name by an escape of its own; a command stands as it was.
+        # JSON escapes the bytes of a name that are not UTF-8; a command contains them as they are.
         is_json = path.suffix in (".json", ".jsonl")
         try:
             return path.read_text("utf-8", "strict" if is_json else "surrogateescape")
@@ -61,7 +61,7 @@ def read_text(path: Path) -> str:
 
 
 def file_of(path: Path) -> Path:
-    """Return where a person finds this file of a record: by itself, or in runs.jsonl."""
+    """Return the file that a person must open to see this one: itself, or runs.jsonl."""
     packs = (record / PACKED for record in path.parents if (record / PACKED).exists())
     return path if path.exists() else next(packs, path)
 
@@ -73,31 +73,31 @@ def find(record: Path, pattern: str) -> list[Path]:
 
 
 def files_in(folder: Path) -> dict[str, Any]:
-    """Return the packed files of a folder, by name; none if it is not packed."""
+    """Return the packed files of a folder, by name; empty if it is not packed."""
     records = [record for record in (folder, *folder.parents) if (record / PACKED).exists()]
-    found = [folders(record).get(folder.relative_to(record).as_posix()) for record in records]
-    return next(filter(None, found), {})
+    files = [folders(record).get(folder.relative_to(record).as_posix()) for record in records]
+    return next(filter(None, files), {})
 
 
 def folders(record: Path) -> Lines:
-    """Return the packed files of a record: by folder, and there by name; UserError names a line
-    that cannot be read."""
+    """Return the packed files of a record, by folder and name; UserError names a line that cannot
+    be read."""
     path = record / PACKED
     return read_lines(path, path.stat().st_mtime_ns) if path.exists() else {}
 
 
 @lru_cache(maxsize=4)
 def read_lines(path: Path, changed_ns: int) -> Lines:
-    """Read a packed file; `changed_ns` is there for the cache, which is not to outlive a change."""
-    found: Lines = {}
+    """Read runs.jsonl. `changed_ns` makes the cache read it again after a change."""
+    lines: Lines = {}
     try:
         for line in path.read_bytes().splitlines():
             files = json.loads(line)
-            if found.setdefault(Path(files["folder"]).as_posix(), files) is not files:
-                raise ValueError("two lines are of one folder")
+            if lines.setdefault(Path(files["folder"]).as_posix(), files) is not files:
+                raise ValueError("two lines have the same folder")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        number = len(found) + 1
+        number = len(lines) + 1
         raise UserError(f"{path}, line {number}, holds no folder: {error!r}") from None
-    return found
+    return lines

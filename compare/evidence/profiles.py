@@ -1,6 +1,6 @@
 """Read what a run with --profile-steps wrote: torch's profile of each rank, and the engine's own
-timeline of its messages, all on one clock: whole nanoseconds of Unix time. And, of the two, when
-gradients were ready and exchanged: in the same terms for every engine and transport.
+timeline of its messages. All times are whole nanoseconds of Unix time. From both it derives when
+gradients were ready and exchanged, in the same terms for every engine and transport.
 """
 
 import json
@@ -16,31 +16,31 @@ from tabulate import tabulate
 from compare.evidence.reading import read_record
 from recipe.errors import UserError, refuse
 
-STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step so
-# The engines' timelines, which rank 0 writes. DDP has none of its own: ddp_train/buckets.py writes
-# its buckets in the form of Horovod's.
+STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step with it
+# The engines' timelines, which rank 0 writes. DDP has no timeline, so ddp_train/buckets.py writes
+# its buckets in Horovod's format.
 TIMELINES = {"horovod-timeline.json": "Horovod", "ddp-timeline.json": "DDP's buckets"}
-BYTES = 4  # of a gradient's element: what a gradient is, not what it is on the wire
-CYCLES = 0  # the number under which Horovod's marks that belong to no tensor are
+BYTES = 4  # per element of a gradient, whatever the wire format
+CYCLES = 0  # the process number of Horovod's marks that belong to no tensor
 
 Event = dict[str, Any]  # of the Trace Event Format, with `ts` and `dur` in ns
 
 
 @dataclass
 class Lane:
-    """One process of the merged file: what a rank's CPU, a GPU, or an engine did."""
+    """One process of the merged file: the events of a rank's CPU, of a GPU, or of an engine."""
 
     name: str
     path: Path
     events: list[Event] = field(default_factory=list)
-    threads: dict[Any, str] = field(default_factory=dict)  # name by the file's own number
+    threads: dict[Any, str] = field(default_factory=dict)  # name by thread number in the file
 
 
 def read_profile(run: Path, name: str) -> tuple[list[Lane], int]:
-    """Read all profiles of a run folder, and when its first profiled step began; UserError says
+    """Return all profiles of a run folder, and when the first profiled step began; UserError says
     what is wrong with one."""
     paths = {int(p.stem[5:]): p for p in run.glob("profile/rank-*.json") if p.stem[5:].isdigit()}
-    missing = "is no run folder with a profile/rank-*.json in it; train with --profile-steps N"
+    missing = "it contains no profile/rank-*.json; train with --profile-steps N"
     refuse((not paths, f"{run}: {missing} to have one"))
     lanes = []
     for rank, path in sorted(paths.items()):
@@ -50,31 +50,31 @@ def read_profile(run: Path, name: str) -> tuple[list[Lane], int]:
             for file, engine in TIMELINES.items()
             if rank == 0 and path.with_name(file).exists()
         ]
-    # A GPU is behind with its own marks.
+    # Marks of the CPU only: a GPU's marks come later.
     marks = [
         event["ts"]
         for lane in lanes
         for event in lane.events
         if event["name"].startswith(STEP_MARK) and event.get("cat") == "user_annotation"
     ]
-    refuse((not marks, f"{run}: its profile holds no step; profile more steps"))
+    refuse((not marks, f"{run}: its profile contains no step; profile more steps"))
     return lanes, min(marks)
 
 
 def read_torch(path: Path, name: str) -> list[Lane]:
-    """Read a trace of torch.profiler: the rank's own process, then its GPUs.
+    """Read a trace of torch.profiler: first the rank's own process, then its GPUs.
 
-    `ts` is in microseconds since `baseTimeNanoseconds` of the Unix clock.
+    In the file, `ts` is in microseconds since `baseTimeNanoseconds` of the Unix clock.
     """
     try:
         trace = json.loads(path.read_text())
         base, events = int(trace["baseTimeNanoseconds"]), list(trace["traceEvents"])
         labels = {e["pid"]: e["args"]["labels"] for e in events if e["name"] == "process_labels"}
-        own = next((pid for pid, label in labels.items() if label == "CPU"), None)
+        of_cpu = next((pid for pid, label in labels.items() if label == "CPU"), None)
         lanes: dict[Any, Lane] = {}
         for event in events:
-            # The profiler's own marks stand in pseudo-processes called "Spans", "Traces" and "".
-            pid = event["pid"] if isinstance(event.get("pid"), int) else own
+            # The profiler's own marks are in pseudo-processes called "Spans", "Traces" and "".
+            pid = event["pid"] if isinstance(event.get("pid"), int) else of_cpu
             lane = lanes.setdefault(pid, Lane(f"{name}, {labels.get(pid, 'CPU')}", path))
             if event["name"] == "thread_name":
                 lane.threads[event.get("tid")] = event["args"]["name"]
@@ -87,19 +87,19 @@ def read_torch(path: Path, name: str) -> list[Lane]:
         OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise UserError(
-            f"{path} cannot be read ({error!r}): it was not written to its end, or not by the "
-            "torch that this project pins; profile again"
+            f"{path} cannot be read ({error!r}): it is incomplete, or another torch than the one "
+            "that this project pins wrote it; profile again"
         ) from None
     return sorted(lanes.values(), key=lambda lane: (lane.name != f"{name}, CPU", lane.name))
 
 
 def read_timeline(path: Path, name: str) -> Lane:
-    """Read an engine's timeline: a thread for each tensor or bucket, which poses as a process
-    there, and one for Horovod's cycles.
+    """Read an engine's timeline: a thread for each tensor or bucket, which the file presents as a
+    process, and one for Horovod's cycles.
 
-    Its first event has the Unix time, in microseconds, from which on a steady clock has counted
-    `ts`. A span is a begin and, later, an end without a name; a span without one of them is left
-    out: it began before the timeline did, or has not ended in it.
+    The first event gives the Unix time in microseconds at which `ts`, of a steady clock, is 0. A
+    span consists of a begin and, later, an end without a name. A span that lacks one of them is
+    left out: it began before the timeline, or ended after it.
     """
     try:
         events = [{"pid": CYCLES, "ts": 0, "name": "", "args": {}, **event}
@@ -107,7 +107,8 @@ def read_timeline(path: Path, name: str) -> Lane:
         start = int(events[0]["args"]["start_time_since_epoch_in_micros"])
     except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path} is no whole timeline with its start ({error!r}): delete it, or profile again"
+            f"{path} is incomplete, or lacks its start time ({error!r}): delete it, or profile "
+            "again"
         ) from None
     lane, engine = Lane(name, path, threads={CYCLES: "cycles"}), path.stem.partition("-")[0]
     open_spans: dict[int, list[Event]] = defaultdict(list)
@@ -124,7 +125,7 @@ def read_timeline(path: Path, name: str) -> Lane:
             span = spans.pop()
             span |= {"ph": "X", "dur": now - span["ts"], "args": span["args"] | args}
         elif kind in "Xi":
-            # While ranks are waited for, the number of each that is ready is an empty span.
+            # While Horovod waits for ranks, it writes each ready rank's number as an empty span.
             mark = f"rank {event['name']} is ready" if kind == "X" else event["name"]
             lane.events.append(new | {"ph": "i", "s": "t", "name": mark})
     lane.events = [event for event in lane.events if "ph" in event]
@@ -136,11 +137,11 @@ def read_timeline(path: Path, name: str) -> Lane:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A step's gradients on one rank, in ns of the Unix clock."""
+    """When a step's gradients were ready on one rank, in ns of the Unix clock."""
 
-    backward: int  # it began
+    backward: int  # begin of the backward pass
     end: int
-    ready: dict[str, int]
+    ready: dict[str, int]  # by gradient
 
 
 @dataclass(frozen=True)
@@ -152,37 +153,37 @@ class RecordedGradients:
 
 
 class Message(NamedTuple):
-    """Gradients that travelled together: a bucket of DDP, or what Horovod fused. Times in ms since
-    rank 0 began the step's backward pass."""
+    """Gradients that were sent together: a bucket of DDP, or what Horovod fused. Times are in ms
+    since rank 0 began the step's backward pass."""
 
     gradients: int
     megabytes: float  # in fp32
-    ready: float  # the last of them, on rank 0
-    met: float  # the last of them, on the last rank: before that the all-reduce waits
+    ready: float  # its last gradient is ready on rank 0
+    met: float  # its last gradient is ready on the last rank: until then the all-reduce waits
     began: float
     ended: float
 
 
-Step = list[Message]  # in the order in which they began
+Step = list[Message]  # in the order of their begin
 
 
 def exchange_lines(steps: Sequence[Step]) -> list[str]:
-    """The messages of a typical step as a table, and how long all-reduces go on after the backward
-    pass, in the median."""
+    """Return the messages of a typical step as a table, and the median time that all-reduces take
+    after the last gradient is ready."""
     typical = sorted(steps, key=lambda step: max(m.ended for m in step))[(len(steps) - 1) // 2]
     heads = ("gradients", "MB", "ready, ms", "on all ranks", "all-reduce begins", "ends")
     exposed = [max(0.0, max(m.ended for m in one) - max(m.ready for m in one)) for one in steps]
     return [
         tabulate(typical, heads, floatfmt=".1f"),
-        f"After the last gradient all-reduces take {median(exposed):.3g} ms (median of "
-        f"{len(steps)} steps)",
+        f"After the last gradient is ready, all-reduces take {median(exposed):.3g} ms more (median "
+        f"of {len(steps)} steps)",
     ]
 
 
 def read_exchange(run: Path) -> list[Step]:
-    """Read a profiled run's steps; none where it did not record this: it ran on GPUs, whose times
-    the CPU does not see, or with one worker, or its engine did not name each gradient (as Horovod's
-    groups do not). UserError if its files are damaged."""
+    """Read a profiled run's steps. There are none if the run could not record them: on GPUs, whose
+    times the CPU does not see; with one worker; or if the engine does not name each gradient, as
+    with Horovod's groups. UserError if the files are damaged."""
     folder = run / "profile"
     timelines = [folder / name for name in TIMELINES if (folder / name).exists()]
     if not timelines or not (folder / "gradients-rank-0.json").exists():
@@ -194,18 +195,19 @@ def read_exchange(run: Path) -> list[Step]:
     try:
         steps = [messages_of(step, elements, lane) for step in on_all_ranks]
     except LookupError as error:
-        raise UserError(f"{folder}: its files are damaged ({error!r}): profile again") from None
+        raise UserError(f"{folder}: its files are damaged ({error!r}); profile again") from None
     return [step for step in steps if sum(m.gradients for m in step) == len(elements)]
 
 
 def messages_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane) -> Step:
-    """Put together a step of rank 0, when every rank had each gradient, and the engine's spans."""
+    """Return a step's messages, from the times of all ranks (rank 0 first) and the engine's
+    spans."""
     step = ranks[0]
     spans = [
         event
         for event in lane.events
         if event["name"] == "ALLREDUCE" and step.backward <= event["ts"] < step.end
-        and names_in(event, lane)[0] in elements  # and not the loss, say
+        and names_in(event, lane)[0] in elements  # not the loss, for example
     ]  # fmt: skip
     messages = []
     for group in fused(spans):
@@ -224,8 +226,8 @@ def messages_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane
 
 
 def fused(spans: list[Event]) -> list[list[Event]]:
-    """Put together what Horovod sent in one message: it carries out one response after the other,
-    so that spans which overlap are of the same. A bucket of DDP is one span."""
+    """Group the spans that belong to one message. Horovod executes one response after another, so
+    overlapping spans belong to the same message. A bucket of DDP is one span."""
     groups: list[list[Event]] = []
     for span in sorted(spans, key=lambda span: span["ts"]):
         first = groups[-1][0] if groups and "gradients" not in span["args"] else None
@@ -237,6 +239,6 @@ def fused(spans: list[Event]) -> list[list[Event]]:
 
 
 def names_in(span: Event, lane: Lane) -> list[str]:
-    """The gradients of a span: a bucket's, or the one tensor of Horovod's."""
+    """Return the names of a span's gradients: those of a bucket, or Horovod's one tensor."""
     tensor = lane.threads[span["tid"]].removeprefix("allreduce.")
     return list(span["args"].get("gradients", [tensor]))

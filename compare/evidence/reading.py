@@ -1,5 +1,5 @@
-"""Read a run folder, strictly: every field of the records in recipe/record/schema.py is there and
-of its type, and no figure contradicts another, or UserError names the file and the field."""
+"""Read a run folder strictly. Every field of the records in recipe/record/schema.py must be there
+and have its type, and no figure may contradict another; UserError names the file and the field."""
 
 import json
 import math
@@ -20,29 +20,28 @@ from recipe.errors import UserError, refuse
 from recipe.record.schema import METRICS, Positive, Settings, Summary
 
 Record = TypeVar("Record")
-FACTORS = ("batch_size", "world_size", "batches_per_allreduce")  # of the images in a step
-TOLERANCE = 0.05  # between a rate and the time that a step took
+FACTORS = ("batch_size", "world_size", "batches_per_allreduce")  # product: images in a step
+TOLERANCE = 0.05  # relative, between a rate and the time of a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedSummary(Summary):
-    """The summary of a run that is compared: it was long enough for a throughput."""
+    """The summary of a run that was long enough to measure a throughput."""
 
     images_per_second: Positive
     cpu_seconds_per_image: Positive
 
 
 def contradictions(config: Settings, summary: TimedSummary, last_step: Any) -> Iterator[str]:
-    """Yield what of a run's figures does not fit together, `last_step` being that of
-    metrics.jsonl."""
+    """Yield the contradictions between a run's figures. `last_step` is that of metrics.jsonl."""
     most = math.prod(summary.fingerprint[name] for name in FACTORS)
-    fewest = most / (1 + config.batch_size_warmup_epochs)  # or a little more: it is rounded up
+    fewest = most / (1 + config.batch_size_warmup_epochs)  # or slightly more: it is rounded up
     size = f"{most}" if fewest == most else f"{fewest:g} to {most}"
     seen, steps = summary.samples_seen, summary.steps
     if last_step != steps:
         yield f"metrics.jsonl: its last line is of step {last_step}, but the run had {steps} steps"
     if not fewest * steps <= seen <= most * steps:
-        yield f"summary.json: samples_seen is {seen}, but {steps} steps are of {size} images"
+        yield f"summary.json: samples_seen is {seen}, but {steps} steps have {size} images each"
     seconds, margin = summary.phases.step_seconds, math.exp(TOLERANCE)
     speed = summary.images_per_second
     if seconds and not fewest / margin <= speed * seconds <= most * margin:
@@ -57,26 +56,26 @@ def read_block(path: Path) -> Block:
     return parse_block(read_object(path), path)
 
 
-def parse_block(told: dict[str, Any], path: Path) -> Block:
-    """Return what is told of a block, in block.json or elsewhere; UserError if the turns of a side
-    have not the same phases. (A bare loop has none.)"""
-    block = parse(told, Block, path)
+def parse_block(values: dict[str, Any], path: Path) -> Block:
+    """Make a block of a JSON object; UserError if the turns of a side do not all have the same
+    phases. (A bare loop has none.)"""
+    block = parse(values, Block, path)
     turns = [*block.of("speed"), *block.of("ablation")]
     phases = [{frozenset(t.phases) for t in turns if t.side == side} for side in block.order]
-    problem = f"{path}: the turns of a side have not the same phases"
-    refuse((any(len(own) > 1 for own in phases), problem))
+    problem = f"{path}: the turns of a side do not all have the same phases"
+    refuse((any(len(of_side) > 1 for of_side in phases), problem))
     return block
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Return how a run ended, as run.py saw it."""
+    """Return how a run ended, as run.py recorded it."""
     path = folder / "outcome.json"
     return read_record(path, Outcome) if packed.exists(path) else Outcome("not run")
 
 
 def blocks_of_runs(runs: Iterable[tuple[int, str, TimedSummary, float]]) -> list[Block]:
-    """Return blocks of one round, of whole runs: of each its block, configuration, summary, and the
-    seconds that all of it took (0: not known)."""
+    """Return blocks of whole runs, in which each run is one turn of a single round. `runs` gives
+    for each its block, configuration, summary, and total seconds (0: not known)."""
     turns, seconds = defaultdict[int, list[Turn]](list), defaultdict[int, float](float)
     for number, name, one, taken in runs:
         images = one.images_per_second * one.train_seconds
@@ -84,13 +83,13 @@ def blocks_of_runs(runs: Iterable[tuple[int, str, TimedSummary, float]]) -> list
         turns[number].append(turn)
         seconds[number] += taken
     return [
-        Block(number, tuple(turn.side for turn in own), tuple(own), seconds=seconds[number])
-        for number, own in turns.items()
+        Block(number, tuple(turn.side for turn in sides), tuple(sides), seconds=seconds[number])
+        for number, sides in turns.items()
     ]
 
 
 def read_metrics(path: Path) -> dict[type, list[Any]]:
-    """Read the lines of metrics.jsonl by their kind; those of kinds unknown here are left out."""
+    """Read the lines of metrics.jsonl by kind; lines of unknown kinds are left out."""
     lines: dict[type, list[Any]] = {kind: [] for kind in METRICS.values()}
     for number, text in enumerate(read_text(path).splitlines(), start=1):
         line = decode(text, where := f"{path}, line {number}")
@@ -100,8 +99,8 @@ def read_metrics(path: Path) -> dict[type, list[Any]]:
 
 
 def read_last_step(path: Path) -> Any:
-    """Return the step of the last line of metrics.jsonl; the others, which may be many, are parsed
-    when they are shown."""
+    """Return the step of the last line of metrics.jsonl. The other lines may be many, and are
+    parsed only when they are shown."""
     last, where = read_text(path).rstrip().rpartition("\n")[2], f"{path}, its last line"
     return decode(last, where).get("step")
 
@@ -113,7 +112,7 @@ def read_record(path: Path, kind: type[Record]) -> Record:
 
 def parse(values: dict[str, Any], kind: type[Record], where: Path | str) -> Record:
     """Make a record of a JSON object; UserError names the field that is missing or wrong. Fields
-    that the record lacks are of a newer version, and passed over; `flags` holds them all."""
+    unknown to the record come from a newer version and are ignored. `flags` receives all fields."""
     try:
         return msgspec.convert({**values, "flags": values}, kind)
     except msgspec.ValidationError as error:
@@ -126,8 +125,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def decode(text: str, where: Path | str) -> dict[str, Any]:
-    """Return the JSON object that a text is; UserError if it is none."""
+    """Return the JSON object in a text; UserError if it is not one."""
     try:
         return msgspec.convert(json.loads(text), dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON object: {error}") from None
+        raise UserError(f"{where} is not a JSON object: {error}") from None

@@ -30,15 +30,15 @@ from compare.plan.plan_file import PlanRecord, read_plan
 from recipe.errors import UserError, refuse
 from recipe.record.schema import Environment, EvalLine, Settings
 
-MOST_LOAD = 0.1  # that others may keep busy of the cores during a run whose times are not doubted
+MOST_LOAD = 0.1  # share of the cores that others may keep busy before a run's times are doubtful
 FAILED = re.compile(r".+?\.failed-\d+")
-CellKey = tuple[str, int, str]  # case, workers, configuration: runs with the same one are repeats
+CellKey = tuple[str, int, str]  # case, workers, configuration: runs of one cell repeat each other
 
 
 @dataclass(kw_only=True, eq=False)
 class RunRecord(Outcome):
-    """One planned run: where it stands, what became of it and, if it is complete, what it says of
-    itself; or a side of a block of turns, which has no summary, since it never ends by itself."""
+    """One planned run: its place in the plan, its outcome and, if it is complete, its own records.
+    Or a side of a block of turns, which has no summary because it never ends by itself."""
 
     folder: Path
     block: int
@@ -49,9 +49,9 @@ class RunRecord(Outcome):
     workers: int
     seed: int | None = None  # None: the user's own
     command: str = ""
-    reason: str = ""  # why it is unreadable; of a complete run, why its steps are
+    reason: str = ""  # why it is unreadable; for a complete run, why its metrics are
     is_side: bool = False
-    config: Settings = field(init=False, repr=False)  # these three of complete runs only
+    config: Settings = field(init=False, repr=False)  # these three in complete runs only
     environment: Environment = field(init=False, repr=False)
     summary: TimedSummary = field(init=False, repr=False)
 
@@ -61,7 +61,7 @@ class RunRecord(Outcome):
 
     @property
     def cell(self) -> CellKey:
-        """Which runs this one is a repetition of."""
+        """The cell that this run belongs to."""
         return self.case, self.workers, self.configuration
 
     @property
@@ -70,13 +70,14 @@ class RunRecord(Outcome):
 
     @property
     def is_disturbed(self) -> bool:
-        """Tell whether other processes kept cores busy, so that its times are doubtful."""
+        """Return whether other processes kept so many cores busy that its times are doubtful."""
         return (self.other_load or 0.0) > MOST_LOAD * self.environment.cores
 
     @cached_property
     def evaluations(self) -> list[EvalLine]:
-        """Those of the trained weights, not of their moving average, read when they are first asked
-        for: a long training has many lines. None count if one is damaged, and `reason` says it."""
+        """The evaluations of the trained weights, not of their moving average. They are read on
+        first use, because a long training has many lines. If one is damaged, there are none, and
+        `reason` says why."""
         try:
             lines: list[EvalLine] = read_metrics(self.folder / "metrics.jsonl")[EvalLine]
             return [line for line in lines if line.weights == "model"]
@@ -87,15 +88,15 @@ class RunRecord(Outcome):
 
 @dataclass
 class Comparison:
-    """A comparison's folder: its plan and all runs that the plan asks for, in their order."""
+    """A comparison's folder: its plan, and all planned runs in their order."""
 
     folder: Path
     plan: PlanRecord
     runs: list[RunRecord]
     earlier_failures: list[Path]  # attempts that failed before the same run was made again
-    turns: dict[tuple[str, int], list[Block]]  # the blocks of turns by case and workers
-    sides: list[RunRecord]  # of these blocks
-    # Blocks, or lines of a packed record, that cannot be read: case, workers, and why.
+    turns: dict[tuple[str, int], list[Block]]  # blocks of turns, by case and workers
+    sides: list[RunRecord]  # the sides of these blocks
+    # Blocks that cannot be read: case, workers, and why.
     damaged_blocks: list[tuple[str, int, str]]
 
     @cached_property
@@ -104,12 +105,12 @@ class Comparison:
 
     @property
     def written(self) -> list[RunRecord]:
-        """All that says of itself what it was: complete runs, and sides of turns."""
+        """All that have records of their settings and environment: complete runs, and sides."""
         return [*self.complete, *self.sides]
 
     def blocks(self, case: str, workers: int) -> list[Block]:
-        """Return the blocks that speed is measured by: of turns, or of whole runs, in the order in
-        which they ran."""
+        """Return the blocks that measure speed, of turns or of whole runs, in the order in which
+        they ran."""
         if self.is_by_turns:
             return self.turns[case, workers]
         return blocks_of_runs(
@@ -119,7 +120,7 @@ class Comparison:
         )
 
     def blocks_of(self, cell: CellKey) -> list[Block]:
-        """Return those of these blocks that hold the cell."""
+        """Return the blocks that contain the cell."""
         case, workers, name = cell
         return [block for block in self.blocks(case, workers) if name in block.order]
 
@@ -130,17 +131,17 @@ class Comparison:
 
     @property
     def is_by_turns(self) -> bool:
-        """Tell whether speed was measured by turns, not in whole runs."""
+        """Return whether speed was measured by turns, not in whole runs."""
         return self.plan.measure == "turns"
 
     @property
     def unit(self) -> str:
-        """What turns count: images, or what a user's own scripts say."""
+        """What turns count: images, or the unit that a user's own scripts name."""
         return next((block.unit for blocks in self.turns.values() for block in blocks), "images")
 
     @property
     def confidence(self) -> float:
-        """Of each interval."""
+        """The confidence of each interval."""
         return confidence_after(len(self.plan.ends) - 1)
 
     @property
@@ -154,53 +155,53 @@ class Comparison:
 
     @cached_property
     def square(self) -> dict[tuple[str, str], str]:
-        """The configurations of two peers over two transports each, by engine and the transport
+        """The configurations of two engines over two transports each, by engine and the transport
         that really carried the gradients: DDP before Horovod, and Gloo, which every installation
         has, last. Empty if the plan has no such square."""
-        found: dict[tuple[str, str], str] = {}
-        for name, own in self.configurations.items():
+        names: dict[tuple[str, str], str] = {}
+        for name, configuration in self.configurations.items():
             runs = [run for run in self.written if run.configuration == name]
             used = {(run.engine, run.environment.transport) for run in runs}
-            if len(used) == 1 and not own.flags and not own.environment:
-                found.setdefault(used.pop(), name)
-        for other in sorted({transport for _, transport in found} - {"Gloo"}):
+            if len(used) == 1 and not configuration.flags and not configuration.environment:
+                names.setdefault(used.pop(), name)
+        for other in sorted({transport for _, transport in names} - {"Gloo"}):
             for pair in combinations(PEERS, 2):
-                places = [(engine, t) for t in (other, "Gloo") for engine in pair]
-                if not self.plan.null and found.keys() >= {*places}:
-                    return {place: found[place] for place in places}
+                corners = [(engine, t) for t in (other, "Gloo") for engine in pair]
+                if not self.plan.null and names.keys() >= {*corners}:
+                    return {corner: names[corner] for corner in corners}
         return {}
 
 
 def newest_comparison(runs: Path) -> Path | None:
-    """Return the newest comparison under a folder of runs, None if there is none; their names sort
-    by age."""
+    """Return the newest comparison under a folder of runs, None if there is none. The names of
+    comparisons sort by age."""
     return max((path.parent for path in runs.glob("compare-*/plan.json")), default=None)
 
 
 def find_comparisons(paths: Sequence[Path]) -> list[Path]:
-    """Return the comparisons that a user's paths mean, each its folder or a file in it; without
-    any the newest under runs/. UserError if there is none."""
-    found = []
+    """Return the folders of the comparisons that a user's paths name; a path is a folder or a file
+    in it. Without paths, return the newest one under runs/. UserError if there is none."""
+    comparisons = []
     for path in paths or filter(None, [newest_comparison(Path("runs"))]):
         folder = path if path.is_dir() else path.parent
         is_there = path.exists() and (folder / "plan.json").exists()
         what = "holds no plan.json" if path.exists() else "does not exist"
-        refuse((not is_there, f"{path} {what}: give the path of one, as in runs/compare-..."))
-        found.append(folder)
+        refuse((not is_there, f"{path} {what}: give a comparison's path, as in runs/compare-..."))
+        comparisons.append(folder)
     refuse((
-        not found,
+        not comparisons,
         "no comparison under runs/: make one with `make compare` or `python compare/run.py`, or "
         "give the path of one, such as one of those under results/",
     ))  # fmt: skip
-    return found
+    return comparisons
 
 
 def load_comparison(folder: Path) -> Comparison:
-    """Read a comparison. A missing, unfinished or broken run has such a status; UserError if the
-    plan is broken, or nothing was measured."""
+    """Read a comparison. The status of a run says if it is missing, unfinished or broken. UserError
+    if the plan is broken, or nothing was measured."""
     plan = read_plan(folder / "plan.json")
     runs = [load_run(folder, planned) for planned in plan.runs()]
-    # Of a failed block of turns each side has a folder of its own, packed.
+    # In a packed record, each side of a failed block of turns has a folder of its own.
     failures = {match[0] for name in packed.folders(folder) if (match := FAILED.match(name))}
     failures |= {str(path.relative_to(folder)) for path in folder.rglob("*.failed-[0-9]*")}
     earlier = sorted(folder / name for name in failures)
@@ -217,8 +218,8 @@ def load_comparison(folder: Path) -> Comparison:
 
 
 def load_run(comparison: Path, planned: Run) -> RunRecord:
-    """Read one run folder; if it is broken, or another run than the planned one, its status is
-    "unreadable", with the reason."""
+    """Read one run folder. If it is broken, or not the planned run, its status is "unreadable",
+    with the reason."""
     folder = comparison / planned.folder
     place = place_of(planned, folder)
     try:
@@ -242,7 +243,7 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
 
 
 def place_of(planned: Run, folder: Path) -> dict[str, Any]:
-    """Return what the plan says of a run, or of a side."""
+    """Return the fields of a run, or of a side, that the plan determines."""
     configuration = planned.configuration
     return {
         "folder": folder, "block": planned.block, "case": planned.case,
@@ -252,22 +253,22 @@ def place_of(planned: Run, folder: Path) -> dict[str, Any]:
 
 
 def load_turns(comparison: Comparison, case: str, workers: int) -> None:
-    """Read the blocks of turns of one case at one number of workers in their order, up to the first
-    that breaks their chain."""
+    """Read the blocks of turns of one case at one number of workers in order, up to the first
+    that is damaged or breaks the chain."""
     before = ""
     blocks = comparison.turns.setdefault((case, workers), [])
-    found = packed.find(comparison.folder, f"{turns_place(case, workers)}/*/block.json")
-    numbered = {block_number(path.parent): path for path in found}
+    paths = packed.find(comparison.folder, f"{turns_place(case, workers)}/*/block.json")
+    numbered = {block_number(path.parent): path for path in paths}
     for number in sorted(numbered.keys() - {0}):
         path = numbered[number]
         try:
-            told = read_sealed(path, comparison.folder, before)
-            block = parse_block(told, path)
+            record = read_sealed(path, comparison.folder, before)
+            block = parse_block(record, path)
             sides = []
             for run in comparison.plan.in_order(number, case, workers):
                 folder = path.parent / run.configuration.name
                 sides.append(RunRecord(**place_of(run, folder), is_side=True))
-                if comparison.plan.side:  # whose folder says nothing of itself
+                if comparison.plan.side:  # a user's own script writes no run folder
                     side, name = sides[-1], run.configuration.name
                     refuse((name not in block.facts, f"{path}: facts of {name} are missing"))
                     side.command = block.commands[block.order.index(name)]
@@ -280,14 +281,14 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
         except (UserError, OSError) as error:
             comparison.damaged_blocks.append((case, workers, str(error)))
             return
-        before = told["digest"]
+        before = record["digest"]
         blocks.append(block)
         comparison.sides.extend(sides)
 
 
 def read_written(run: RunRecord, folder: Path) -> None:
-    """Read what a complete run or a side says of itself; UserError names the file and the field
-    that is wrong, or says that other workers ran than the plan has."""
+    """Read the settings and environment of a complete run or a side. UserError names the file and
+    the field that is wrong, also if the number of workers is not the planned one."""
     run.config = read_record(folder / "config.json", Settings)
     run.environment = read_record(folder / "environment.json", Environment)
     planned = 1 if ENGINES[run.engine].is_one_worker else run.workers
@@ -297,11 +298,11 @@ def read_written(run: RunRecord, folder: Path) -> None:
 
 
 def contradictions_of_turns(block: Block, sides: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield in what turns contradict the sides' settings, or the rule by which one is left out:
-    honest mistakes, for whether they are what was measured is the chain's to say."""
+    """Yield where turns contradict the sides' settings, or the rule for leaving turns out. This
+    finds honest mistakes; the chain of digests finds changes after the measurement."""
     for turn in block.of("disturbed"):
         if turn.other_load <= block.quiet_cores:
-            yield f"a turn of {turn.side} was left out, and nobody had disturbed it"
+            yield f"a turn of {turn.side} was left out, but no other process had disturbed it"
     for side in sides:
         name, workers = side.configuration, side.environment.world_size
         of_step = (side.config.batch_size or 0) * side.config.batches_per_allreduce * workers
@@ -309,4 +310,4 @@ def contradictions_of_turns(block: Block, sides: Sequence[RunRecord]) -> Iterato
         for turn in block.turns:
             counts = turn.side == name and turn.purpose != "trial"
             if counts and expected and not math.isclose(turn.images, expected):
-                yield f"a turn of {name} has {turn.images:g} images, and its steps {expected}"
+                yield f"a turn of {name} has {turn.images:g} images, but its steps have {expected}"

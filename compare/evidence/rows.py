@@ -1,5 +1,5 @@
-"""The rows of the report's tables: a line for each cell that was measured, as a dict. Each row says
-its case, workers and configuration; a figure that is None was not measured."""
+"""The rows of the report's tables: a dict for each measured cell. Each row has its case, workers
+and configuration; a figure of None was not measured."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ EXPOSED, BACKWARD = "exposed_communication_seconds", "backward_seconds"
 
 
 def cell_fields(comparison: Comparison, cell: CellKey) -> Row:
-    """Return which cell a row is of; a user's own scripts say themselves how many ranks took
-    part."""
+    """Return a row's case, workers and configuration. A user's own scripts record their number of
+    ranks themselves."""
     case, workers, name = cell
     ranks = (one.environment.world_size for one in comparison.sides if one.configuration == name)
     return {"case": case, "workers": workers or next(ranks, 0), "configuration": name}
@@ -26,19 +26,19 @@ def cell_fields(comparison: Comparison, cell: CellKey) -> Row:
 def speed_rows(comparison: Comparison) -> list[Row]:
     """Return how fast each cell trained, by turns or in whole runs:
 
-    images_per_second over all blocks, as images over seconds; lowest, highest: of a block; mean:
-    over the blocks, with its interval; scaling: images/s a worker over that at the fewest workers,
-    block by block; cpu_ms_per_image, of all workers; blocks; planned_blocks (None: as many as it
-    takes).
+    images_per_second: all images / all seconds, over all blocks; lowest, highest: of a block; mean:
+    over blocks, with its interval; scaling: images/s per worker / the same with the fewest workers,
+    paired by block; cpu_ms_per_image: of all workers; blocks; planned_blocks (None: as many as
+    needed).
     """
-    found = {
+    by_cell = {
         cell: {one.number: one.rate(cell[2], throughput) for one in comparison.blocks_of(cell)}
         for cell in comparison.cells
     }
     fewest, rows = min(comparison.plan.workers), []
-    for cell, rates in found.items():
+    for cell, rates in by_cell.items():
         case, workers, name = cell
-        base = found.get((case, fewest, name), {}) if workers > fewest else {}
+        base = by_cell.get((case, fewest, name), {}) if workers > fewest else {}
         common = [block for block in rates if block in base]
         blocks = comparison.blocks_of(cell)
         planned = sum(run.cell == cell for run in comparison.runs)
@@ -63,12 +63,11 @@ def speed_rows(comparison: Comparison) -> list[Row]:
 
 
 def training_rows(comparison: Comparison) -> list[Row]:
-    """Return what whole trainings of each cell show, used and read: the medians of `figures_of`,
-    and
+    """Return what whole trainings of each cell show: the medians of `figures_of`, and
 
-    weights: are the final weights those of the first configuration in the block? runs,
+    weights: whether the final weights equal those of the first configuration in the block; runs,
     planned_runs; peak_memory: bytes of the largest rank, with its interval; straggler_ratio: the
-    slowest rank's computing time a step over the median rank's.
+    slowest rank's computing time per step / the median rank's.
     """
     first, *_ = comparison.configurations
     firsts = {
@@ -108,9 +107,9 @@ def training_rows(comparison: Comparison) -> list[Row]:
 
 
 def figures_of(run: RunRecord) -> dict[str, float | None]:
-    """Return what the table of trainings shows the median of; None where others disturbed what
-    would be measured. Start and end are all that is not on the training clock, evaluation is with
-    checkpoints."""
+    """Return the figures of a run whose medians the table of trainings shows; times and input are
+    None if other processes disturbed the run. Start and end are all time that is not on the
+    training clock; evaluation includes checkpoints."""
     summary = run.summary
     timed = {
         "startup_seconds": run.seconds - summary.total_seconds if run.seconds else None,
@@ -129,7 +128,7 @@ def figures_of(run: RunRecord) -> dict[str, float | None]:
 
 
 def median_or_none(values: Sequence[float | None]) -> float | None:
-    """Return the median of those that were measured; None if none was."""
+    """Return the median of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
@@ -138,8 +137,8 @@ def median_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def phases_by_block(comparison: Comparison, cell: CellKey) -> dict[int, dict[str, float]]:
-    """Return the seconds of a cell's mean step by phase, of each block in which they were measured:
-    by turns, or else in whole runs, where the exchange is part of backward."""
+    """Return the seconds of a cell's mean step by phase, for each block that measured them: by
+    turns, or else in whole runs, where the exchange is part of backward."""
     by_turns = {block.number: block.phases(cell[2]) for block in comparison.blocks_of(cell)}
     by_runs = {
         run.block: {
@@ -149,14 +148,14 @@ def phases_by_block(comparison: Comparison, cell: CellKey) -> dict[int, dict[str
         }
         for run in comparison.complete_runs(cell)
     }
-    found = by_turns if any(by_turns.values()) else by_runs
-    return {block: seconds for block, seconds in found.items() if "step_seconds" in seconds}
+    by_block = by_turns if any(by_turns.values()) else by_runs
+    return {block: seconds for block, seconds in by_block.items() if "step_seconds" in seconds}
 
 
 def phase_rows(comparison: Comparison) -> list[Row]:
-    """Return where the time of each cell's step goes: seconds by the names of the phases, and
-    `step_seconds`, means over blocks. By turns they are means over ranks, of the very turns that
-    the verdicts are from; of whole runs those of rank 0."""
+    """Return how the time of each cell's step divides into phases: the seconds of each phase, and
+    `step_seconds`, as means over blocks. By turns they are means over ranks, from the same turns as
+    the verdicts; in whole runs they are rank 0's."""
     rows = []
     for cell in comparison.cells:
         if blocks := [*phases_by_block(comparison, cell).values()]:
@@ -167,7 +166,7 @@ def phase_rows(comparison: Comparison) -> list[Row]:
 
 
 def images_per_step(comparison: Comparison, cell: CellKey) -> float:
-    """Return the images of a cell's mean step, of all workers."""
+    """Return the images in a cell's mean step, over all workers."""
     for block in comparison.blocks_of(cell):
         if block.steps:
             return block.counted(cell[2])[0].images / block.steps[cell[2]]
@@ -176,9 +175,9 @@ def images_per_step(comparison: Comparison, cell: CellKey) -> float:
 
 
 def phase_differences(comparison: Comparison, verdicts: Iterable[Verdict]) -> list[Row]:
-    """Return, for each verdict that shows a difference, in which phases it is: first less second,
-    as the verdicts' ratios are first over second, paired by block, so that the phases add up to the
-    step. Steps of different size are not compared."""
+    """Return, for each verdict that shows a difference, how the difference divides into phases:
+    first minus second (as the ratios are first / second), paired by block, so that the phases add
+    up to the step. Steps of different sizes are not compared."""
     rows = []
     for verdict in verdicts:
         cells = [(verdict.case, verdict.workers, name) for name in (verdict.first, verdict.second)]
@@ -201,8 +200,8 @@ def phase_differences(comparison: Comparison, verdicts: Iterable[Verdict]) -> li
 
 
 def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """Return one step's seconds less another's; where one of them did not measure the exchange
-    apart, it is part of backward in both."""
+    """Return one step's seconds minus another's. If only one of them measured the exchange
+    separately, it counts as part of backward in both."""
     if (EXPOSED in own) != (EXPOSED in other):
         own, other = (
             {**one, BACKWARD: one.get(BACKWARD, 0.0) + one.get(EXPOSED, 0.0)}

@@ -1,12 +1,13 @@
-"""When a measurement knows enough: run.py asks after each block, the report asks again.
+"""When a measurement knows enough: run.py asks after each block, and the report asks again.
 
-Both ask the same functions, so that the live line says what the report will say. What shares blocks
-is a group: the configurations of one case at one number of workers.
+Both call the same functions, so that the live line says what the report will say. A group is the
+configurations of one case at one number of workers: they share blocks.
 
-What was chosen, and why. On two cores that others share, the logarithm of one side's turn of two
-steps varies by 6 to 8 % from round to round; a launch adds about 0.7 %. Four sides take some 33 s a
-block to start and end, 4.5 s a round, and 3 s a round without exchange. Half-widths in % by rounds
-a block, in the median of 3000 simulations that nothing but the ten minutes ended:
+Rounds per block. On two cores that other processes share, the logarithm of a side's throughput in a
+turn of two steps has a standard deviation of 6 to 8 % between rounds; a launch adds about 0.7 %.
+With four sides a block takes some 33 s to start and end, 4.5 s for each round, and 3 s for each
+round without exchange. Half-widths of the intervals in %, by rounds per block; medians of 3000
+simulations that only the limit of ten minutes ended:
 
                                   four sides                two sides
     one side's turn varies by     5     6     8     10      5     6     8     10
@@ -15,11 +16,13 @@ a block, in the median of 3000 simulations that nothing but the ten minutes ende
     6.5 %                         2.9   2.9   2.7   3.0     1.96  1.89  1.77  1.81
     9 %                           4.1   4.0   3.7   4.1     2.69  2.59  2.41  2.45
 
-Whoever stops at the first narrow interval prefers those that are narrow by chance. So the scatter
-of the turns within the blocks has a say: their number is eight times that of the blocks, and in the
-records it foretells how blocks scatter (78 series: 1.02 times as much in the median, 1.2 in
-variance). Of 100 intervals of each reason to end so many cover the truth (40,000 simulations, in
-brackets the share of measurements; a launch adds 0.65 % to a side, turns the rest):
+When to stop. A rule that stops at the first narrow interval selects intervals that are narrow by
+chance. So the scatter of the turns within blocks counts, too: there are eight times as many turns
+as blocks, and in the records the turns predict the scatter of the blocks (78 series: blocks scatter
+1.02 times as much as predicted in the median, and 1.2 times in variance). The table shows, for each
+rule, how many of 100 intervals cover the truth where their width ended the measurement, and where
+the minutes did (40,000 simulations; in brackets the percentage of measurements that ended so; a
+launch adds 0.65 % to a side's noise, turns the rest):
 
                                   noise of a block's ratio
                                   1 %        2 %        3 %        4 %        5 %
@@ -36,22 +39,26 @@ brackets the share of measurements; a launch adds 0.65 % to a side, turns the re
       width and turns, ten        95.0 (100) 93.7 (53)  - (0)      - (0)      - (0)
       minutes                                96.4       95.1       95.0       95.0
 
-The rule is that of ten blocks. In the mean of two sides it takes 10.0, 11.1, 19.5, 20 and 20 blocks
-where the width alone took 9.0, 10.4, 16.2, 19.3 and 19.9. No rule makes an interval of +-1.5 % from
-20 blocks cover more than 91 % at a noise of 4 %, and 82 % at 5 %: it can only end none there. With
-the width alone, two narrow looks in a row cover 91.2, 82.2 and 73 % at 3, 4 and 5 %; twelve blocks
-at first 92.5, 85.1 and 75 %; an interval twice as wide as Student's would do (99.7, 98.8 and 95.8
-%), and hardly ever show equal speeds to be equal. Where launches make half of the variance, turns
-tell less (92.4 % at 3 %, 86 % at 4 %, in 9 of 100 measurements); of whole runs they tell nothing.
+The rule in use is width and turns, from ten blocks on. For two sides it takes 10.0, 11.1, 19.5, 20
+and 20 blocks on average; the width alone took 9.0, 10.4, 16.2, 19.3 and 19.9. Under any rule, an
+interval of +-1.5 % from 20 blocks covers the truth in at most 91 % of cases at a noise of 4 %, and
+in 82 % at 5 %: a rule can only avoid ending there.
 
-Over all ends 94.5 to 95.8 of 100 intervals cover the truth (4000 simulations): over all of the
-noise of the first table, with drift, with correlated turns, with a tenth of the turns slowed, and
-with one engine twice as noisy. What slows one engine alone is in the ratio: with a tenth of its
-turns slowed by 10 to 50 %, 94.1 to 95.4 cover the ratio of total throughputs. Drawn from recorded
-rounds it is 93.5 at the least. Equal engines are shown as different in 1.3 to 4.1 of 100 reports.
-At a noise of 3 % a turn two sides all end as equal within ten minutes, and three pairs of four do.
-Blocks of which each resembles the one before break it: with AR(1) of 0.3 86 % cover, of 0.5 75 %.
-tests/test_compare_coverage.py simulates most of it again.
+Rejected alternatives, with the width alone, at a noise of 3, 4 and 5 %: two narrow intervals in a
+row cover 91.2, 82.2 and 73 %; at least twelve blocks, 92.5, 85.1 and 75 %; intervals twice as wide
+as Student's, 99.7, 98.8 and 95.8 %, but they would hardly ever show equal speeds to be equal. If
+launches cause half of the variance, turns predict less (92.4 % cover at a noise of 3 %; 86 % at
+4 %, in 9 of 100 measurements). For whole runs they predict nothing.
+
+Coverage. Whatever ends the measurement, 94.5 to 95.8 of 100 intervals cover the truth (4000
+simulations): at every noise of the first table, with drift, with correlated turns, with a tenth of
+the turns slowed, and with one engine twice as noisy. What slows one engine alone is part of the
+ratio: with a tenth of its turns slowed by 10 to 50 %, 94.1 to 95.4 of 100 cover the ratio of total
+throughputs. With rounds drawn from records at least 93.5 do. Equal engines are shown as different
+in 1.3 to 4.1 of 100 reports. At a noise of 3 % per turn, all comparisons of two equal sides end as
+"equal" within ten minutes, and so do three of the four pairs of four sides. Correlated blocks break
+the coverage: with an AR(1) coefficient of 0.3, 86 % cover the truth, with 0.5, 75 %.
+tests/test_compare_coverage.py simulates most of this again.
 """
 
 import math
@@ -63,8 +70,9 @@ from compare.evidence.records import Comparison
 from compare.evidence.turns import Block, estimate, turn_error
 from compare.plan.plan import Plan, percentage
 
-MIN_DEGREES_TO_STOP = 9  # of freedom, of each interval that is to end a measurement: ten blocks
-# An error by blocks over that by their turns: what launches add, in the records under results/.
+MIN_DEGREES_TO_STOP = 9  # degrees of freedom an interval needs to end a measurement: ten blocks
+# Standard error from blocks / standard error from their turns, in the records under results/:
+# launches add to it.
 BLOCKS_OVER_TURNS = math.sqrt(1.2)
 
 
@@ -75,28 +83,28 @@ def reason_to_stop(
     block_seconds: float,
     plan: Plan,
 ) -> str:
-    """Say why no further block is to be measured; empty if one is.
+    """Return why no further block is needed; empty if one is.
 
-    `blocks` are measured, in `seconds_used`; the next one takes about `block_seconds`. The
-    estimates are those of all verdicts on pairs.
+    `blocks` have been measured in `seconds_used`; the next one takes about `block_seconds`. The
+    estimates are those of all judged pairs.
     """
     if plan.blocks is not None:
         return "as many blocks as were asked for" if blocks >= plan.blocks else ""
     if is_enough(estimates, plan):
         return f"the interval of every pair is within +-{percentage(plan.until_interval)}"
     if blocks >= MIN_BLOCKS and seconds_used + block_seconds > 60 * plan.minutes:
-        return f"another block would pass the {plan.minutes:g} minutes"
+        return f"another block would exceed the {plan.minutes:g} minutes"
     return ""
 
 
 def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
-    """Tell whether blocks enough were measured: no interval is wider than the plan's
-    `until_interval`, its degrees of freedom are not few, and its turns let one expect no wider one:
-    an interval of few blocks may be narrow by chance.
+    """Return whether enough blocks were measured: for every estimate, the half-width is at most the
+    plan's `until_interval`, there are enough degrees of freedom, and the scatter of the turns
+    predicts no wider interval (one of few blocks may be narrow by chance).
 
-    Only the width may end a measurement, never where an interval lies: whoever looks after each
-    block and stops when all of it is beyond the margin keeps the very intervals that have missed a
-    ratio of the margin's size (92.6 of 100 cover it instead of 94.2).
+    Only the width of an interval may end a measurement, never its position. A rule that stops as
+    soon as an interval lies beyond the margin selects the intervals that miss a true ratio of the
+    margin's size (92.6 of 100 cover it instead of 94.2).
     """
     return all(
         one.degrees >= MIN_DEGREES_TO_STOP
@@ -109,25 +117,25 @@ def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Group:
-    """What the blocks of one case and number of workers say so far."""
+    """What the blocks of one case and number of workers show so far."""
 
     case: str
     workers: int
     blocks: int
-    seconds: float  # of measuring; those in which others used the cores are not among them
+    seconds: float  # of measuring; time in which other processes used the cores does not count
     disturbed_seconds: float
     estimates: dict[tuple[str, str], Estimate]  # by pair: first / second
 
     @property
     def block_seconds(self) -> float:
-        """What a block usually takes."""
+        """The mean time that a block takes."""
         return self.seconds / max(1, self.blocks)
 
 
 def group_of(
     plan: Plan, case: str, workers: int, blocks: Sequence[Block], confidence: float
 ) -> Group:
-    """Return what blocks say of one case and number of workers."""
+    """Return what the blocks of one case and number of workers show."""
     estimates = {
         (a, b): replace(
             estimate(blocks, {a: 1, b: -1}, confidence=confidence),
@@ -148,7 +156,7 @@ def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
 
 
 def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
-    """Return the group whose turn it is: with the fewest blocks of those that need more."""
+    """Return the group to measure next: of those that need more blocks, the one with the fewest."""
     wide = [
         group
         for group in groups
@@ -158,13 +166,13 @@ def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
 
 
 def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
-    """Say why no further block is measured; empty if one is."""
+    """Return why the measurement ends; empty if another block follows."""
     if not plan.pairs() and plan.blocks is None:
         return "there is nothing to compare: one configuration only"
     blocks = min(group.blocks for group in groups)
     if not blocks:
         return ""
-    # Whole runs are measured a block of all groups at a time.
+    # In whole runs, a block of every group is measured at a time.
     following = [next_group(plan, groups)] if plan.measure == "turns" else groups
     return reason_to_stop(
         estimates_of(groups),
@@ -176,8 +184,9 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
 
 
 def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
-    """Say of which cases and numbers of workers the plan would measure more, and how far they are,
-    or what is damaged. Minutes are shared: where a block is damaged, none of them are known."""
+    """Return the unfinished cases and numbers of workers, each with how far it is, or with what is
+    damaged there. All share the plan's minutes: if one block is damaged, the minutes used are not
+    known, and all are unfinished."""
     plan = comparison.plan
     damaged = {(case, workers): why for case, workers, why in comparison.damaged_blocks}
     if not plan.pairs():

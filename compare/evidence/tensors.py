@@ -1,4 +1,4 @@
-"""Two runs, or the ranks of one, compared: where they differ first, how far, and where to look.
+"""Compare two runs, or the ranks of one: where they differ first, how far, and where to look.
 
 Distances are in ulps and relative: see compare/parity.py.
 """
@@ -18,8 +18,8 @@ from compare.evidence.words import shortest_unique_names
 from recipe.errors import UserError, refuse
 from recipe.record.schema import StepLine, Summary
 
-# The arrays of a trace, in the order in which a step computes them, and what to look at if the
-# first difference is in one of them.
+# The kinds of arrays in a trace, in the order in which a step computes them, and what to look at if
+# the first difference is in one of them.
 HINTS = {
     "loss": "look at the data (order, augmentation) and the forward pass; in a first step also at "
     "the initial weights",
@@ -30,7 +30,7 @@ HINTS = {
 KINDS = tuple(HINTS)
 READ_ERRORS = (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
 
-# What a run computed: by step and rank (-1: mean over all ranks) arrays by name, or their file.
+# What a run computed, by step and rank (-1: mean over all ranks): arrays by name, or their file.
 Arrays = dict[str, np.ndarray]
 Steps = dict[tuple[int, int], Path | Arrays]
 
@@ -43,22 +43,22 @@ class TensorPair:
     ranks: list[int]
     kind: str
     layer: str
-    position: int  # in the file, which has the order of the forward pass
-    ulps: float  # largest; infinite as with NaN on one side only
+    position: int  # in the file, whose order is that of the forward pass
+    ulps: float  # largest; infinite with, for example, NaN on one side only
     relative: float
-    values: str  # that lie farthest apart; empty: bit-equal
+    values: str  # the two values that are farthest apart; empty: bit-equal
 
 
 @dataclass
 class Kind:
-    """What the comparison of all tensors of one kind has shown."""
+    """The result of comparing all tensors of one kind."""
 
     tensors: int
     bit_equal: int
     beyond: int  # beyond the tolerance
-    first_step: int | None  # in which one differs, by more than the sign of zeros
-    ulps: float  # largest of all
-    relative: float
+    first_step: int | None  # first step with a difference other than the sign of zeros
+    ulps: float  # largest
+    relative: float  # largest
 
 
 @dataclass
@@ -71,14 +71,14 @@ class Parity:
     max_ulps: int
     relative: float
     kinds: dict[str, Kind] = field(default_factory=dict)
-    first_divergence: TensorPair | None = None  # beyond the tolerance
+    first_divergence: TensorPair | None = None  # first pair beyond the tolerance
     final_weights: str | None = None  # "bit-equal", "different"; None: not known
-    notes: list[str] = field(default_factory=list)  # what was not compared, which settings differ
+    notes: list[str] = field(default_factory=list)  # what was not compared; settings that differ
 
     @property
     def verdict(self) -> str:
         """The result in a few words."""
-        # A digest knows no distance, so with a tolerance it is shown, but does not judge.
+        # A digest has no distance: with a tolerance it is shown, but does not affect the verdict.
         is_exact = self.max_ulps == 0 and self.relative == 0
         if self.first_divergence or (is_exact and self.final_weights == "different"):
             return "diverged"
@@ -87,10 +87,10 @@ class Parity:
 
     @property
     def hint(self) -> str:
-        """What to look at; empty without traces, or a difference.
+        """What to look at; empty without traces, or without a difference.
 
-        The first difference of any size counts: a rounding in one step's gradients is in the next
-        step's loss. Buffers count last, since they never feed back into training.
+        The first difference of any size counts: a rounding difference in one step's gradients
+        reaches the next step's loss. Buffers come last, because they never feed back into training.
         """
         steps = {name: kind.first_step for name, kind in self.kinds.items() if kind.first_step}
         if not steps or self.kinds.keys() == {"loss"}:
@@ -103,11 +103,11 @@ class Parity:
 
 
 def ulp_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return element by element how many representable numbers apart two arrays are: uint64.
+    """Return, for each element, how many representable numbers apart two arrays are, as uint64.
 
-    The bits of a float, read as an integer with a sign, are in the order of the numbers once the
-    negative ones are mirrored, and neighbours differ by 1 (B. Dawson, "Comparing Floating Point
-    Numbers, 2012 Edition"). Of integers from 0 on it is the plain difference.
+    The bits of a float, read as a signed integer, have the order of the numbers once those of
+    negative numbers are mirrored; neighbours differ by 1 (B. Dawson, "Comparing Floating Point
+    Numbers, 2012 Edition"). For integers from 0 on it is the plain difference.
     """
 
     def ordered(values: np.ndarray) -> np.ndarray:
@@ -116,16 +116,17 @@ def ulp_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(bits < 0, np.iinfo(integers.dtype).min - bits, bits)
 
     x, y = ordered(a), ordered(b)
-    # Two's complement: right even where the signed difference of two float64 would overflow.
+    # As uint64, the difference is right even if the signed one of two float64 would overflow.
     return np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
 
 
 def distance_of(a: np.ndarray, b: np.ndarray) -> tuple[float, float, str]:
-    """Return how far apart two tensors of one shape and type are: ulps, relative, and the values
-    that lie farthest apart; infinite if one of them is not finite, and the other not its like.
+    """Return how far apart two tensors of the same shape and type are: in ulps, relative, and the
+    values that are farthest apart. The distances are infinite if a value is not finite and the
+    other tensor has a different value there.
 
-    The relative distance is normwise, in the maximum norm (N. Higham, "Accuracy and Stability of
-    Numerical Algorithms", section 6).
+    The relative distance is that of the tensors in the maximum norm (N. Higham, "Accuracy and
+    Stability of Numerical Algorithms", section 6).
     """
     a, b = a.ravel(), b.ravel()
     if a.tobytes() == b.tobytes():
@@ -171,7 +172,7 @@ def load(source: Path | Arrays) -> Arrays:
             return dict(arrays)
     except READ_ERRORS as error:
         raise UserError(
-            f"{source} cannot be read ({error}): it is damaged, or no trace; train again with "
+            f"{source} cannot be read ({error}): it is damaged, or not a trace; train again with "
             "--tensor-steps"
         ) from None
 
@@ -193,7 +194,7 @@ def compare_steps(
     max_ulps, relative = tolerance
     parity = Parity(names[0], names[1], described(shared), max_ulps, relative)
     parity.notes = [
-        f"not compared: {described(alone)}: in {name} only"
+        f"not compared: {described(alone)}: only {name} has them"
         for name, steps in zip(names, sides, strict=True)
         if (alone := steps.keys() - shared)
     ]
@@ -204,14 +205,14 @@ def compare_steps(
     ]
     beyond = [pair for pair in pairs if pair.ulps > max_ulps and pair.relative > relative]
     for kind in KINDS:
-        if own := [pair for pair in pairs if pair.kind == kind]:
+        if of_kind := [pair for pair in pairs if pair.kind == kind]:
             parity.kinds[kind] = Kind(
-                tensors=len(own),
-                bit_equal=sum(not pair.values for pair in own),
+                tensors=len(of_kind),
+                bit_equal=sum(not pair.values for pair in of_kind),
                 beyond=sum(pair.kind == kind for pair in beyond),
-                first_step=min((pair.step for pair in own if pair.ulps > 0), default=None),
-                ulps=max(pair.ulps for pair in own),
-                relative=max(pair.relative for pair in own),
+                first_step=min((pair.step for pair in of_kind if pair.ulps > 0), default=None),
+                ulps=max(pair.ulps for pair in of_kind),
+                relative=max(pair.relative for pair in of_kind),
             )
     if beyond:
         first = min(beyond, key=lambda pair: (pair.step, KINDS.index(pair.kind), pair.position))
@@ -225,7 +226,8 @@ def compare_steps(
 def compare_step(
     step: int, rank: int, x: Arrays, y: Arrays, kinds: Collection[str]
 ) -> Iterator[TensorPair]:
-    """Yield the tensors of a step of a rank; UserError if one is not the same in both."""
+    """Yield the pairs of tensors of one step and rank; UserError if a tensor has another shape or
+    type in the second run, or is missing there."""
     for position, name in enumerate(x | y):
         kind, _, layer = name.partition("/")
         if kind not in kinds:
@@ -233,14 +235,14 @@ def compare_step(
         types = [f"{s[name].dtype}{[*s[name].shape]}" if name in s else "none" for s in (x, y)]
         refuse((
             types[0] != types[1],
-            f"step {step}, rank {rank}: the runs do not hold the same tensor {name}, but "
-            f"{types[0]} and {types[1]}: another model, precision, or other layers frozen",
+            f"step {step}, rank {rank}: tensor {name} is {types[0]} in one run and {types[1]} in "
+            "the other: the model, the precision or the frozen layers differ",
         ))  # fmt: skip
         yield TensorPair(step, [rank], kind, layer, position, *distance_of(x[name], y[name]))
 
 
 def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0) -> Parity:
-    """Compare two recorded runs: their traces, or else the losses that every run folder has."""
+    """Compare two recorded runs: their traces, or else the losses, which every run folder has."""
     names = shortest_unique_names(runs)
     sides = [read_trace(run) for run in runs]
     lacking = [name for name, steps in zip(names, sides, strict=True) if not steps]
@@ -249,11 +251,11 @@ def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0)
     parity = compare_steps(names, sides, (max_ulps, relative))
     if lacking:
         parity.notes.append(
-            "not compared: gradients, weights and buffers of each step: no trace (train with "
-            f"--tensor-steps N) in {' and '.join(lacking)}"
+            "not compared: gradients, weights and buffers of each step: no trace in "
+            f"{' and '.join(lacking)} (train with --tensor-steps N)"
         )
     a, b = (
-        read_record(path, Summary) if packed.exists(path) else None  # it has not ended
+        read_record(path, Summary) if packed.exists(path) else None  # the run has not ended
         for path in (run / "summary.json" for run in runs)
     )
     if a and b and a.steps == b.steps:
@@ -272,31 +274,31 @@ def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0)
 
 
 def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity:
-    """Compare the other ranks of a run with its first one: all must have the same gradients and
+    """Compare all ranks of a run with its first one: all must have the same gradients and
     weights."""
     files = read_trace(run)
     first, *others = sorted({rank for _, rank in files}) or [0]
-    lacking = "holds no traces of two ranks or more: train on several with --tensor-steps N"
+    lacking = "it has no traces of two ranks or more; train on several with --tensor-steps N"
     refuse((not others, f"{run}: {lacking}"))
     config = read_object(path) if packed.exists(path := run / "config.json") else {}
-    is_own = {  # what each rank has of its own
+    differs = {  # by kind: whether each rank has its own values
         "loss": True,
         "buffer": config.get("batch_norm") != "sync",
         "gradient": config.get("use_adasum", False),  # it combines the updates, not the gradients
     }
-    kinds = [kind for kind in KINDS if not is_own.get(kind)]
+    kinds = [kind for kind in KINDS if not differs.get(kind)]
     a = {(step, rank): files[step, first] for step, r in files if r == first for rank in others}
     b = {place: file for place, file in files.items() if place[1] != first}
     parity = compare_steps(
         (f"{run.name}, rank {first}", "its other ranks"), (a, b), (max_ulps, relative), kinds
     )
-    own = ", ".join(kind for kind in KINDS if kind not in kinds)
-    parity.notes.append(f"not compared: {own}: each rank has its own")
+    left_out = ", ".join(kind for kind in KINDS if kind not in kinds)
+    parity.notes.append(f"not compared: {left_out}: each rank has its own")
     return parity
 
 
 def described(places: Collection[tuple[int, int]]) -> str:
-    """Return steps and ranks in words."""
+    """Return a text that names steps and ranks."""
     steps, ranks = {step for step, _ in places}, {rank for _, rank in places}
     who = "all ranks" if -1 in ranks else f"rank {', '.join(map(str, sorted(ranks)))}"
     return f"{len(steps)} steps ({min(steps)} to {max(steps)}) of {who}" if steps else "no step"

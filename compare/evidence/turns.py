@@ -1,4 +1,4 @@
-"""Blocks of turns: what each side did in its turns, and the ratios that follow from it."""
+"""Blocks of turns: what each side did in its turns, and the ratios computed from them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ import numpy as np
 from compare.evidence.paired import CONFIDENCE, Estimate, estimate_logs
 from recipe.record.schema import Amount, Count, Positive, Text, Whole
 
-QUIET_CORES = 0.15  # that others may keep busy, on a small machine
-MIN_SHARE_OF_ROUNDS = 1 / 3  # that count; if fewer were quiet, the quietest
+QUIET_CORES = 0.15  # cores that other processes may keep busy on a small, quiet machine
+MIN_SHARE_OF_ROUNDS = 1 / 3  # so many rounds count at least: if fewer were quiet, the quietest
 
 
 Purpose = Literal["speed", "disturbed", "ablation", "trial"]
@@ -21,21 +21,20 @@ Purpose = Literal["speed", "disturbed", "ablation", "trial"]
 
 @dataclass(frozen=True)
 class Turn:
-    """What a side did in one turn. A whole run is one, too: that of its configuration in its
-    block."""
+    """What a side did in one turn. A whole run counts as one turn of its configuration."""
 
     side: Text
     round: Whole  # from 0
-    seconds: Positive  # of its steps, the lead-in aside; the mean over ranks
-    images: Positive  # in these steps, as its trainer counts them, of all ranks
+    seconds: Positive  # of its steps without the lead-in, as the mean over ranks
+    images: Positive  # in these steps, over all ranks, as the trainer counts them
     cpu_seconds_per_image: Positive
-    other_load: Amount = 0.0  # cores that others kept busy meanwhile
-    began: Amount | None = None  # seconds since 1970; None: not written down
-    # What it is for: a ratio of speeds; nothing, as others disturbed it; the time of a step that
-    # exchanges no gradients; the number of steps that fill a turn.
+    other_load: Amount = 0.0  # cores that other processes kept busy during the turn
+    began: Amount | None = None  # seconds since 1970; None: not recorded
+    # "speed": for speed ratios; "disturbed": not used, because other processes disturbed it;
+    # "ablation": times steps without gradient exchange; "trial": finds how many steps fill a turn.
     purpose: Purpose = "speed"
-    phases: dict[str, Amount] = field(default_factory=dict)  # seconds of the mean step and rank
-    # Of forward and backward without exchange: the slowest rank's seconds over the median rank's.
+    phases: dict[str, Amount] = field(default_factory=dict)  # seconds, means over steps and ranks
+    # The slowest rank's time for forward and backward without exchange / the median rank's.
     straggler_ratio: Amount | None = None
 
     @property
@@ -45,31 +44,31 @@ class Turn:
 
 @dataclass(frozen=True)
 class Block:
-    """The turns of one launch of each side; or whole runs, one of each configuration, as one
+    """The turns of one launch of each side; or one whole run of each configuration, as a single
     round."""
 
     number: Count  # from 1
-    order: tuple[Text, ...]
-    turns: tuple[Turn, ...]  # all that there were, in their order
-    steps: dict[str, Count] = field(default_factory=dict)  # of each side, in a turn
-    disturbed_seconds: Amount = 0.0  # of turns that others disturbed, and of waiting for quiet
-    seconds: Amount = 0.0  # that all of it took, starts and ends included; 0: not written down
-    quiet_cores: Amount = QUIET_CORES  # that others may keep busy in a round that counts
-    commands: tuple[Text, ...] = ()  # of the sides, in their order
-    # Of sides, digest after the last round; of a user's own scripts after their first steps.
+    order: tuple[Text, ...]  # of the sides
+    turns: tuple[Turn, ...]  # all of them, in the order in which they ran
+    steps: dict[str, Count] = field(default_factory=dict)  # steps in a turn, by side
+    disturbed_seconds: Amount = 0.0  # disturbed turns, and waiting until the machine is quiet
+    seconds: Amount = 0.0  # of the whole block, starts and ends included; 0: not recorded
+    quiet_cores: Amount = QUIET_CORES  # most that others may keep busy in a round that counts
+    commands: tuple[Text, ...] = ()  # of the sides, in `order`
+    # Digests by side after the last round; for a user's own scripts, after their first steps.
     weights: dict[str, Text] = field(default_factory=dict)
-    unit: Text = "images"  # what `images` of turns are: what a user's own scripts count
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # what these scripts ran on
+    unit: Text = "images"  # what `images` of turns counts; a user's own scripts may name another
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # environments of these scripts
 
     @property
     def measuring_seconds(self) -> float:
-        """What it took, without the time in which others used the cores."""
+        """The block's seconds without the time in which other processes used the cores."""
         return max(0.0, self.seconds - self.disturbed_seconds)
 
     @cached_property
     def quiet_rounds(self) -> dict[int, float]:
-        """The rounds that count, and the cores that others kept busy in the most disturbed turn of
-        each: those in which others were quiet, or the quietest third."""
+        """The rounds that count: the quiet ones, or the quietest third if fewer were quiet. The
+        values are the cores that others kept busy in the most disturbed turn of the round."""
         load: dict[int, float] = {}
         for turn in self.of("speed"):
             load[turn.round] = max(load.get(turn.round, 0.0), turn.other_load)
@@ -79,27 +78,27 @@ class Block:
 
     @property
     def other_load(self) -> float:
-        """Cores that others kept busy in the most disturbed turn that counts."""
+        """Cores that other processes kept busy in the most disturbed turn that counts."""
         return max(self.quiet_rounds.values())
 
     def of(self, purpose: str) -> list[Turn]:
-        """The turns for this purpose."""
+        """Return the turns for a purpose."""
         return [turn for turn in self.turns if turn.purpose == purpose]
 
     def counted(self, side: str) -> list[Turn]:
-        """One side's turns in the rounds that count, by round."""
+        """Return one side's turns in the rounds that count, in the order of rounds."""
         turns = [t for t in self.of("speed") if t.side == side and t.round in self.quiet_rounds]
         return sorted(turns, key=lambda turn: turn.round)
 
     def phases(self, side: str) -> dict[str, float]:
-        """Where the time of one side's mean step goes, in seconds, in the rounds that count; with
-        the exposed communication where turns without exchange show it. Its step is that of `rate`.
-        Empty where it was not measured."""
-        own = self.counted(side)
-        if not all(turn.phases for turn in own):
+        """Return the seconds of one side's mean step by phase, over the rounds that count. Exposed
+        communication is included if turns without exchange were measured. The step time is the one
+        behind `rate`. Empty if phases were not measured."""
+        turns = self.counted(side)
+        if not all(turn.phases for turn in turns):
             return {}
-        seconds = {name: fmean(turn.phases[name] for turn in own) for name in own[0].phases}
-        step = fmean(turn.seconds for turn in own) / self.steps[side]
+        seconds = {name: fmean(turn.phases[name] for turn in turns) for name in turns[0].phases}
+        step = fmean(turn.seconds for turn in turns) / self.steps[side]
         seconds["other"] = step - math.fsum(seconds.values())
         ablated = [
             turn.phases["backward"]
@@ -112,32 +111,32 @@ class Block:
         return {f"{name}_seconds": value for name, value in {**seconds, "step": step}.items()}
 
     def rate(self, side: str, value: Callable[[Turn], float]) -> float:
-        """One side's rate over all rounds that count, such as all images over all seconds: the
-        harmonic mean, weighted by images where turns have unequal numbers of them."""
+        """Return one side's rate over all rounds that count, such as all images / all seconds: the
+        harmonic mean over turns, weighted by images if turns have unequal numbers of them."""
         turns = self.counted(side)
         amounts = [turn.images for turn in turns]
         weights = amounts if max(amounts) > 1.001 * min(amounts) else None
         return harmonic_mean([value(turn) for turn in turns], weights)
 
     def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
-        """The logarithm of the product of the sides' rates, each to its power: {"a": 1, "b": -1} is
-        the ratio a / b."""
+        """Return the logarithm of the product of the sides' rates, each raised to its power:
+        {"a": 1, "b": -1} gives the ratio a / b."""
         return math.fsum(power * math.log(self.rate(side, value)) for side, power in powers.items())
 
 
 def quiet_load(cores: int) -> float:
-    """Return the load by others, in cores, up to which a machine is quiet: a large one always does
-    something. It is also what is worth a warning before a measurement."""
+    """Return how many cores other processes may keep busy on a quiet machine. A large machine is
+    never quite idle. A higher load is also worth a warning before a measurement."""
     return max(QUIET_CORES, 0.05 * cores)
 
 
 def throughput(turn: Turn) -> float:
-    """Images per second of wall time."""
+    """Return the images per second of wall time."""
     return turn.images_per_second
 
 
 def work_per_cpu_second(turn: Turn) -> float:
-    """Images per second of CPU time."""
+    """Return the images per second of CPU time."""
     return 1 / turn.cpu_seconds_per_image
 
 
@@ -147,15 +146,15 @@ def estimate(
     value: Callable[[Turn], float] = throughput,
     confidence: float = CONFIDENCE,
 ) -> Estimate:
-    """The product of the sides' rates, each to its power, over the blocks that have them all:
-    {"a": 1, "b": -1} is the ratio a / b, {"a": 1} the rate of a as a ratio to 1."""
+    """Estimate the product of the sides' rates, each raised to its power, over the blocks that have
+    all these sides: {"a": 1, "b": -1} gives the ratio a / b, {"a": 1} the rate of a."""
     whole = (block for block in blocks if powers.keys() <= {*block.order})
     return estimate_logs([block.log_contrast(powers, value) for block in whole], confidence)
 
 
 def turn_error(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
-    """The standard error of such a product of throughputs, on logarithms, by the scatter of the
-    turns within the blocks: what launches add is not in it. 0 for whole runs."""
+    """Return the standard error of the logarithm of such a product of throughputs, predicted from
+    the scatter of the turns within blocks. It lacks what launches add. 0 for whole runs."""
     scatter = [
         sum(
             power

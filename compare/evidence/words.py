@@ -14,7 +14,7 @@ from compare.plan.environment import ROOT
 from recipe.errors import CONTROL
 
 OWN_SCRIPTS = "these scripts"
-# What takes this project's own settings back, and leaves an engine as users install it.
+# Settings that undo this project's own, so that an engine runs as users install it.
 STOCK = {
     "--no-gradient-as-bucket-view", "--no-sleeping-poll", "OMPI_MCA_mpi_yield_when_idle=0",
 }  # fmt: skip
@@ -25,19 +25,19 @@ def count(number: int, noun: str) -> str:
 
 
 def place_text(case: str, workers: int) -> str:
-    """Name a case at a number of workers; of a plan without cases only these, and of a user's own
-    scripts, whose workers are not counted, only what has a name."""
+    """Name a case at a number of workers: without the case if the plan has none, and without the
+    workers for a user's own scripts, which do not state them."""
     return ", ".join(filter(None, [case, count(workers, "worker") * (workers > 0)])) or OWN_SCRIPTS
 
 
 def three_digits(value: float) -> str:
-    """Print a positive number with at least three digits, zeros at the end included, so that a
-    column of like numbers stands in line."""
+    """Print a positive number with at least three digits, trailing zeros included, so that similar
+    numbers in a column align."""
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def short(value: Any) -> str:
-    """Print a value; of a digest, its first 12 digits."""
+    """Print a value; a digest is cut to its first 12 digits."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, list | tuple):
@@ -48,14 +48,14 @@ def short(value: Any) -> str:
 
 
 def without_paths(text: str) -> str:
-    """Replace the project's folder and the home directory, which say nothing elsewhere."""
-    own = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
-    return own.replace(f"{Path.home()}/", "~/")
+    """Replace the project's folder and the home directory, which mean nothing on other machines."""
+    shortened = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
+    return shortened.replace(f"{Path.home()}/", "~/")
 
 
 def digits(estimate: Estimate) -> int:
-    """Return the decimals to print: enough that a narrow interval does not round away, and that no
-    bound reads 1.00 which is not 1."""
+    """Return the number of decimals to print: enough that a narrow interval stays visible, and that
+    no bound is rounded to 1."""
     if estimate.low is None or estimate.high is None:
         return 2
     places = 3 if min(estimate.high - estimate.low, abs(estimate.ratio - 1)) < 0.05 else 2
@@ -70,7 +70,7 @@ def ratio_text(estimate: Estimate) -> str:
 
 
 def interval_text(estimate: Estimate) -> str:
-    """Say the interval; empty without one."""
+    """Return the interval in words; empty without one."""
     if estimate.low is None:
         return ""
     places, percent = digits(estimate), f"{100 * estimate.confidence:.4g}"
@@ -78,38 +78,39 @@ def interval_text(estimate: Estimate) -> str:
 
 
 def percent_text(share: float) -> str:
-    """Print a share with two digits: 0.03 is 3 %."""
+    """Print a share as a percentage with two digits: 0.03 is 3 %."""
     percent = 100 * share
     return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"
 
 
 def bound_text(estimate: Estimate) -> str:
-    """Print the largest difference that an interval leaves possible, never less than it is."""
+    """Print the largest difference that an interval allows, rounded up."""
     percent = 100 * estimate.bound
     tenths = math.ceil(10 * percent - 1e-9) / 10
     return f"{tenths:.1f} %" if tenths < 10 else f"{math.ceil(percent)} %"
 
 
 def labels_of(comparison: Comparison) -> dict[str, str]:
-    """Name each configuration by its engine, by what really carried its gradients, and by its own
-    settings, as in "DDP over Gloo with --static-graph"; by its launcher, too, or its own name,
-    where two would have the same label; a user's own script by its name."""
+    """Name each configuration by its engine, by the transport that really carried its gradients,
+    and by its own settings, as in "DDP over Gloo with --static-graph". If two would have the same
+    label, it also gets its launcher or its own name. A user's own script keeps its name."""
     names = [*comparison.configurations]
     if comparison.plan.side:
         return {name: name for name in names}
-    short, found = {name: used_and_set(comparison, name) for name in names}, dict[str, str]()
+    short, labels = {name: used_and_set(comparison, name) for name in names}, dict[str, str]()
     for name in names:
         label, is_null = short[name], comparison.plan.null
         if [*short.values()].count(label) > 1 and not is_null:
             label = used_and_set(comparison, name, is_launcher_told=True)
-        if label in found.values():
+        if label in labels.values():
             label = f"{label}, again" if is_null else f"{label} as {name}"
-        found[name] = label
-    return found
+        labels[name] = label
+    return labels
 
 
 def used_and_set(comparison: Comparison, configuration: str, is_launcher_told: bool = False) -> str:
-    """Return what a configuration's runs used and what it sets; its name if they differ in that."""
+    """Return a label of what a configuration's runs used and what it sets; its name if its runs
+    used different engines, transports or launchers."""
     runs = [run for run in comparison.written if run.configuration == configuration]
     used = {(run.engine, run.environment.transport, run.launcher) for run in runs}
     if len(used) != 1:
@@ -118,11 +119,11 @@ def used_and_set(comparison: Comparison, configuration: str, is_launcher_told: b
     label = ENGINES[engine].title
     label += "" if transport == "none" else f" over {transport}"
     label += f" by {launcher}" if is_launcher_told else ""
-    own = comparison.configurations[configuration]
-    settings = [*own.flags, *(f"{name}={value}" for name, value in own.environment.items())]
-    if "--knobs" not in own.flags:  # but for all configurations: a reader must know of it
+    planned = comparison.configurations[configuration]
+    settings = [*planned.flags, *(f"{name}={value}" for name, value in planned.environment.items())]
+    if "--knobs" not in planned.flags:  # given for all configurations: the reader must see it, too
         settings += sorted({f"--knobs {run.config.knobs}" for run in runs if run.config.knobs})
-    if comparison.plan.null and settings:  # by which the control waits
+    if comparison.plan.null and settings:  # the variable that delays the control
         return f"{label}, delayed"
     if settings and STOCK.issuperset(settings):
         return f"stock {label}"
@@ -130,7 +131,7 @@ def used_and_set(comparison: Comparison, configuration: str, is_launcher_told: b
 
 
 def shortest_unique_names(folders: Sequence[Path]) -> list[str]:
-    """Name folders by their paths below the folder that they have in common."""
+    """Name folders by their paths below their common parent folder."""
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
