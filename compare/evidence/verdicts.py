@@ -212,7 +212,7 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
     }
     error = 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
     unequal = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
-    # Half the error: a single verdict is then "equal" exactly if its interval lies within the
+    # Half the error: a single verdict is then "equal" if and only if its interval lies within the
     # margin.
     equal = holm(
         {i: speed.p_equality(verdicts[i].margin) for i, speed in judged.items()}, error / 2

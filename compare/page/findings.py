@@ -151,8 +151,8 @@ class Report:
 
     @property
     def equal_weights(self) -> str:
-        """Whose whole trainings ended with bit-equal weights, in one sentence for all pairs. The
-        verdicts name the pairs that did not."""
+        """Which pairs' whole trainings ended with bit-equal weights, in one sentence. The verdicts
+        of the other pairs say where theirs did not."""
         trained = [verdict for verdict in self.verdicts if verdict.equal_weights]
         if not (equal := [verdict for verdict in trained if all(verdict.equal_weights)]):
             return ""
@@ -178,11 +178,8 @@ class Report:
                  for run in over_mpi),
              "MPI yields its core between two polls"),
         ]  # fmt: skip
-        active = "; ".join(text for applies, text in settings if applies)
-        return (
-            active
-            and f"Not the defaults of the engines: {active}. The plan stock measures their effect."
-        )
+        ours = "; ".join(text for applies, text in settings if applies)
+        return ours and f"Not engine defaults: {ours}. The plan stock measures their effect."
 
     @property
     def reproduce(self) -> list[str]:

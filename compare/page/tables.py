@@ -203,8 +203,8 @@ def all_tables(report: Report) -> list[Table]:
     phases = (
         "Means over ranks and blocks, of the turns that the verdicts use (in whole runs: of rank "
         "0). Exposed: how much longer a step takes because of the gradient exchange; with one "
-        "worker, which exchanges nothing, the engine's own work. Other: records, and whatever "
-        "else ends a step."
+        "worker, which exchanges nothing, this is the engine's own work. Other: records, and "
+        "whatever else ends a step."
     )
     differences = (
         "First minus second, for each verdict that shows a difference: where it is negative, the "
@@ -219,7 +219,7 @@ def all_tables(report: Report) -> list[Table]:
         cell_table(report, f"Whole trainings, {'one' if most == 1 else most} each",
                    TRAININGS, trainings, unused),
         cell_table(report, "A step's time by phase, ms", PHASE_COLUMNS, report.phases, phases),
-        cell_table(report, "Where a difference is, ms",
+        cell_table(report, "Where a difference lies, ms",
                    PHASE_COLUMNS, report.phase_differences, differences),
         cell_table(report, "Resources", costs, trainings, is_detail=not has_rungs),
         cell_table(report, "Input", INPUT, trainings, is_detail=True),
