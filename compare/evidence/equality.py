@@ -85,7 +85,7 @@ class Fact:
 
     @property
     def is_confounder(self) -> bool:
-        """Return whether the runs differ in this field against the plan."""
+        """Return whether runs differ in this field although the plan does not vary it."""
         return bool(self.changed) or (bool(self.unequal_blocks) and not self.is_varied)
 
     def between(self, pair: tuple[str, str], blocks: set[int]) -> "Fact":
