@@ -468,7 +468,7 @@ def test_blocks_are_added_until_the_interval_is_narrow(comparing):
 
 def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     output = comparing.run(*UNTIL, "1%", "--minutes", "0.001", "--", "--spread", "all")
-    assert "would pass the 0.001 minutes" in output
+    assert "would exceed the 0.001 minutes" in output
     assert "the widest interval is +-" in output and len(comparing.starts()) == 6
     comparing.run(*UNTIL[:-1], "--blocks", "4", "--", "--spread", "all")
     _, extension = comparing.plan()["ends"]
