@@ -276,7 +276,7 @@ def test_a_rank_that_waits_little_for_a_core_says_nothing(
     monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock)))
     monkeypatch.setattr(watch, "_waited_for_core_s", lambda: next(waited))
     assert len(list(watch._observe_cores(a_world()))) == 1  # a tick in which it waits on
-    said = r"warning: rank 0 on \S+ waited for a core for \d+% of 60 s: .* it may use, or ranks and"
+    said = r"warning: rank 0 on \S+ waited for a core for \d+% of 60 s: .* it may use, or this host"
     assert bool(re.match(said, capsys.readouterr().err)) == tells
 
 
@@ -476,9 +476,9 @@ def test_the_innermost_launcher_decides(places: str, above: list[list[str]], rig
 @pytest.mark.parametrize(
     ("variables", "code", "said"),
     [
-        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0: these name "
-         "no rank of a job; unset them, or correct them\n"),
-        ("PMI_RANK=2 PMI_SIZE=2", 2, "PMI_RANK=2 PMI_SIZE=2: these name no rank of a job; .*\n"),
+        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0: these do "
+         "not describe a rank of a job; unset or correct them\n"),
+        ("PMI_RANK=2 PMI_SIZE=2", 2, "PMI_RANK=2 PMI_SIZE=2: these do not describe a rank .*\n"),
         ("RANK=0 WORLD_SIZE=1 MASTER_PORT=29500 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", 2,
          "RANK=0 WORLD_SIZE=1 MASTER_PORT=29500: left over from another job, since mpirun started "
          "this process as rank 0 of 2; unset them\n"),
@@ -499,7 +499,7 @@ def test_variables_of_another_job_are_refused(variables: str, code: int, said: s
 
 def test_how_long_mpirun_waits_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watch.MPIRUN_WAITS, "abc")
-    with pytest.raises(UserError, match=f"{watch.MPIRUN_WAITS}=abc: is no number of seconds"):
+    with pytest.raises(UserError, match=f"{watch.MPIRUN_WAITS}=abc: not a number of seconds"):
         watch.start_watchdog(a_world())
 
 
