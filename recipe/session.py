@@ -1,7 +1,7 @@
-"""What a training keeps account of on each rank: its data, run folder, record, clocks, checkpoints.
+"""One session of a training, on each rank: its data, run folder, record, clocks and checkpoints.
 
-The loops that train (both train.py, and loop.py for the rungs in baselines/) make the steps; what
-follows a step is the same for all, and stands here.
+The training loops (both train.py, and loop.py for the rungs in baselines/) make the steps. What
+follows a step is the same for all of them, and is here.
 """
 
 import math
@@ -56,14 +56,14 @@ from recipe.training.state import Progress, Trainables
 from recipe.watch import expect_delay, expect_pause, is_asked_to_end, obey_signals
 from recipe.world import World
 
-LOOK_SECONDS = 1.0  # of training between two looks at whether it is to stop
+LOOK_SECONDS = 1.0  # of training, between two checks for a stop
 
 
 class Session:
     """A training from its start, or from a checkpoint, to its end or the next stop.
 
-    `readers` is this rank's place among those that read different images: all of them, but for a
-    few rungs.
+    `readers` is this rank's place among the ranks that read different images. Those are all ranks,
+    except in a few rungs.
     """
 
     def __init__(
@@ -81,9 +81,8 @@ class Session:
         self.readers = readers or world
         keys = comparison_keys(engine, config, data, device)
         check_same_training(keys, device, ranks)
-        # Launchers bind ranks to cores and limit threads, each in its own way: work out the shares.
-        own = world.host, sorted(os.sched_getaffinity(0)), [*own_addresses()]
-        rows = ranks.gather(own)
+        # Each launcher binds ranks to cores and limits threads in its own way: compute the shares.
+        rows = ranks.gather((world.host, sorted(os.sched_getaffinity(0)), [*own_addresses()]))
         self.places = [(host, cores) for host, cores, _ in rows]
         for rank, (host, _, addresses) in enumerate(rows):
             for address in addresses:
@@ -99,12 +98,12 @@ class Session:
         self.input = None if data.train is None else InputMeter()
         _, self.stop = training_end(config, self.readers, data, step=0, samples_seen=0)
         watch.begin("building the network")
-        if config.resume is None:  # else a checkpoint says where
-            self._read_on()  # its first batches are decoded while the network is made
+        if config.resume is None:  # else the checkpoint says from which image
+            self._read_on()  # the first batches are decoded while the network is built
 
     def resume(self, config: Config, parts: Trainables, lr_scale: float) -> None:
-        """Open the run folder, and go on from its checkpoint if --resume means one; until then no
-        setting may change."""
+        """Open the run folder, and resume from a checkpoint if --resume gives one. `config` has the
+        final settings, with --wire-format auto decided."""
         data, readers, ranks = self.data, self.readers, self.ranks
         self.config, self.lr_scale = config, lr_scale
         self.keeps_checkpoints = config.keep_checkpoints > 0 and not config.evaluate
@@ -114,12 +113,12 @@ class Session:
         self.progress = resume(parts, config, ranks, data, self.folder, self.spare)
         is_first, known = self.world.is_first, (-1.0, False)
         known = repair_best(config, self.folder, self.progress) if is_first else known
-        # On the device: one worker of DDP sends nothing before its tenth step, and NCCL is to start
-        # before the first.
-        told = torch.tensor(known, dtype=torch.float64, device=self.device)
-        top1, lacks_evaluation = ranks.from_first(told).tolist()
+        # On the device, so that NCCL starts before the first step: a single worker of DDP sends
+        # nothing else before its tenth step.
+        values = torch.tensor(known, dtype=torch.float64, device=self.device)
+        top1, lacks_evaluation = ranks.from_first(values).tolist()
         start = self.progress.samples_seen
-        # The one that the last step began in; of a run that goes on, the next step will.
+        # The epoch in which the last step began; after a resume the one in which the next begins.
         self.epoch = start // data.num_train - int(lacks_evaluation)
         self.last_step, self.stop = training_end(config, readers, data, self.progress.step, start)
         self.is_complete = start == self.stop or self.is_good_enough({"top1": top1})
@@ -128,14 +127,14 @@ class Session:
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
         self.meter = StepMeter(config, readers, self.device, data, self.progress, self.input)
-        own = steps_left_out(self.folder)[: config.rollback] if is_first else []
-        self.left_out = ranks.gather(own)[0]
+        left_out = steps_left_out(self.folder)[: config.rollback] if is_first else []
+        self.left_out = ranks.gather(left_out)[0]
         if config.resume is not None:
             self._read_on()
 
     def _read_on(self) -> None:
-        """Have the batches from here on; loader workers begin with them at once."""
-        self.batches: Iterator[Batch] = iter(())  # earlier workers end, and free shared memory
+        """Read batches from the current position on; loader workers start at once."""
+        self.batches: Iterator[Batch] = iter(())  # ends earlier workers, and frees shared memory
         self._pass_over()
         self.first_step, start = self.progress.step, self.progress.samples_seen
         self.batches = training_batches(
@@ -144,31 +143,31 @@ class Session:
         )  # fmt: skip
 
     def _pass_over(self) -> None:
-        """Count images as seen that are left out."""
+        """Count the left-out images at this position as seen."""
         progress = self.progress
         while progress.samples_seen in self.left_out:
             epoch = progress.samples_seen // self.data.num_train
             progress.samples_seen += samples_per_step(self.config, self.readers, epoch)
 
     def open_record(self, transport: str) -> None:
-        """Say what is trained, on what, in the run folder and on the console; `transport` is what
-        carries the gradients."""
+        """Write to the run folder and the console what is trained, and on what; `transport` carries
+        the gradients."""
         self.environment = describe(
             self.world, self.engine, transport, self.device, self.threads, self.places
         )
         self._open_record()
 
     def _open_record(self) -> None:
-        speaker = replace(self.world, size=self.readers.size)  # who reads makes up a step
+        world = replace(self.world, size=self.readers.size)  # a step has the readers' images
         kind: Any = Recorder if self.world.is_first else Silence
         self.recorder: Recorder = kind(
-            self.config, speaker, self.data, self.folder, self.progress, self.environment,
+            self.config, world, self.data, self.folder, self.progress, self.environment,
             self.lr_scale,
         )  # fmt: skip
 
     def begin_training(self, parts: Trainables) -> bool:
-        """Make up for an evaluation that was cut off, and start the clocks; whether there is
-        anything to train."""
+        """Evaluate if an evaluation was interrupted or the training is complete, start the clocks,
+        and return whether there is anything to train."""
         self.stopped, self.figures, self.trained = False, dict[str, float](), parts
         if self.is_complete or self.lacks_evaluation:
             self.trained = parts.whole()
@@ -185,8 +184,8 @@ class Session:
         return self._goes_on(parts)
 
     def _survive_losses(self, spare: Spare, parts: Trainables) -> None:
-        """When another rank is lost, keep the state after the last step that has ended. Ranks hear
-        of a loss as they exchange: before an update, or when it is counted."""
+        """When another rank is lost, keep the state after the last complete step. Ranks notice a
+        loss when they exchange data: before an update, or while they count the step."""
         network, progress = parts.fp16_model or parts.model, self.progress
         self.is_resumable = True
 
@@ -205,30 +204,30 @@ class Session:
         network.register_forward_hook(note)
 
     def _goes_on(self, parts: Trainables) -> bool:
-        """Whether there is more to train; then what is `whole` of the `parts`, which may be a copy,
-        is let go."""
+        """Return whether there is more to train. If so, release the result of `parts.whole()`,
+        which may be a copy."""
         goes_on = not (self.is_complete or self.stopped)
         self.trained = parts if goes_on else self.trained
         return goes_on
 
     def end_step(self, parts: Trainables, sums: Sums, learning_rate: float) -> bool:
-        """Do all that follows a step, of which `sums` are this rank's metrics; whether training
-        goes on.
+        """Do all that follows a step, and return whether training continues. `sums` are this rank's
+        metrics of the step.
 
-        In this order, on all ranks alike: count it, look for signals, write the record, go back if
-        the loss is not finite, compare the weights, keep a checkpoint, evaluate. UserError for what
-        is found wrong.
+        All ranks do this in the same order: count the step, look for signals, write the record,
+        roll back if the loss is not finite, compare the weights, save a checkpoint, evaluate.
+        UserError if any of this finds a problem.
         """
         epoch_ended = self.count_step(sums, learning_rate, parts.scaler.skipped_steps)
         is_last = self.progress.samples_seen >= self.stop
-        self.is_resumable = not (epoch_ended or is_last)  # until record and checkpoint say so
+        self.is_resumable = not (epoch_ended or is_last)  # until record and checkpoint are written
         stops, save = self.poll_stop_and_save()
         save = save or epoch_ended or is_last
         if bad_step := self.write_steps(now=save):
             self.roll_back(parts, bad_step)
             return True
         self.check_weights(parts.model)
-        self.is_resumable = not save  # while ranks may hold statistics that were aligned, or not
+        self.is_resumable = not save  # while some ranks may have aligned statistics, others not
         self.stopped, self.is_complete = stops, is_last
         if epoch_ended:
             self.recorder.write_epoch(self.epoch)
@@ -242,7 +241,8 @@ class Session:
         return self._goes_on(parts)
 
     def count_step(self, sums: Sums, learning_rate: float, skipped_steps: int) -> bool:
-        """Count a step, of which `sums` are this rank's metrics; whether an epoch has ended.
+        """Count a step, and return whether an epoch has ended. `sums` are this rank's metrics of
+        the step.
 
         UserError if the last checkpoint could not be written.
         """
@@ -260,9 +260,9 @@ class Session:
         return progress.samples_seen // num_train > self.epoch
 
     def write_steps(self, now: bool) -> StepLine | None:
-        """Write the steps since the last time, `now` or every --log-interval: on a GPU, unless
-        `now`, one interval later. The first of them whose loss is not finite, if --rollback allows
-        to go back; else UserError for it."""
+        """Write the steps since the last call, every --log-interval steps or `now`. On a GPU they
+        are written one interval later, unless `now`. Return the first of them whose loss is not
+        finite, if --rollback allows another rollback; otherwise raise UserError for it."""
         if not now and self.progress.step % self.config.log_interval:
             return None
         steps = self.meter.take_steps(self.ranks, now)
@@ -273,7 +273,7 @@ class Session:
             self.recorder.write_replaced(listing, replaced)
             check_replaced(listing, self.meter.replaced)
         bad = next((line for line in steps if not math.isfinite(line.loss)), None)
-        if bad is not None:  # known to a resume, too, should the run be lost while it goes back
+        if bad is not None:  # a resume needs this if the run is lost during the rollback
             self.recorder.event("diverged", step=bad.step)
         if bad is not None and len(self.left_out) >= self.config.rollback:
             place = f"at step {bad.step} (learning rate {bad.learning_rate:.4g})"
@@ -281,15 +281,15 @@ class Session:
         return bad
 
     def roll_back(self, parts: Trainables, bad: StepLine) -> None:
-        """Go back to a checkpoint from before the step whose loss is not finite, and leave its
-        images out from now on. UserError if there is none."""
-        expect_delay()  # rank 0's disk, and then loader workers that start
+        """Go back to a checkpoint from before the step whose loss is not finite, and leave that
+        step's images out from now on. UserError if there is none."""
+        expect_delay()  # for rank 0's disk, and then for the start of loader workers
         finish_checkpoint()
         self.is_resumable = False
         self.recorder.close_files()
         earlier = go_back(parts, self.config, self.ranks, self.data, self.folder, bad.step)
         vars(self.progress).update(vars(earlier) | {"total_seconds": self.meter.total_seconds})
-        self.meter.coming.clear()  # steps after it
+        self.meter.coming.clear()  # the steps after the bad one
         self.left_out.append(bad.samples_seen - bad.images)
         self._read_on()
         self._open_record()
@@ -304,33 +304,34 @@ class Session:
         self.is_resumable = True
 
     def poll_stop_and_save(self) -> tuple[bool, bool]:
-        """Whether the run is to stop here, since a rank got a signal or rank 0 finds the stop file;
-        and whether it is to keep a checkpoint: then, and when --checkpoint-steps or -minutes say.
+        """Return whether the run stops here, because a rank got a signal or rank 0 finds the stop
+        file; and whether it saves a checkpoint here, because it stops or --checkpoint-steps or
+        --checkpoint-minutes is due.
 
-        All ranks learn of it at the same step, since they look at the same ones, every
-        LOOK_SECONDS of training: how many steps that is, rank 0 says.
+        All ranks decide this together at the same step, about every LOOK_SECONDS of training. Rank
+        0 decides how many steps that is.
         """
         step, config, is_first = self.progress.step, self.config, self.world.is_first
         is_due = step % (config.checkpoint_steps or math.inf) == 0
         if step < self.next_look:
             return False, is_due
-        found = is_first and (self.folder / STOP_FILE).exists()
+        has_stop_file = is_first and (self.folder / STOP_FILE).exists()
         minutes = (time.monotonic() - self.saved_at) / 60 if self.keeps_checkpoints else 0.0
-        # By the clock on the wall: ranks may wait for each other outside of what is measured.
+        # Wall-clock time, since ranks may wait for each other outside the measured phases.
         (last_look, then), self.looked_at = self.looked_at, (step, time.perf_counter())
         pace = LOOK_SECONDS * (step - last_look) / (self.looked_at[1] - then or math.inf)
-        own = torch.tensor([
-            is_asked_to_end() or found,
+        votes = torch.tensor([
+            is_asked_to_end() or has_stop_file,
             is_first and minutes >= (config.checkpoint_minutes or math.inf),
             max(1, int(pace)) if is_first else 0,
         ])  # fmt: skip
-        stops, saves, steps = self.ranks.sum(own).tolist()
+        stops, saves, steps = self.ranks.sum(votes).tolist()
         self.next_look = step + steps
         return bool(stops), bool(stops or saves or is_due)
 
     def validate(self, parts: Trainables) -> None:
-        """Evaluate model and moving average on all validation images, and take the `figures` of the
-        better one; they may complete the training."""
+        """Evaluate the model and its moving average on all validation images, and keep the better
+        one's `figures`, which may complete the training."""
         self.meter.energy.stop()
         watch.begin("")
         evaluations = validate(
@@ -343,7 +344,7 @@ class Session:
         for loss in (one["loss"] for one in figures):
             if not math.isfinite(loss):
                 self.recorder.event("diverged")
-            check_loss(loss, f"of validation after step {step}", is_session_start)
+            check_loss(loss, f"in the validation after step {step}", is_session_start)
         self.progress.total_seconds = self.meter.total_seconds
         is_repeated = is_session_start and not (self.config.evaluate or self.lacks_evaluation)
         self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
@@ -354,20 +355,20 @@ class Session:
         self.is_complete = self.is_complete or self.is_good_enough(self.figures)
 
     def is_good_enough(self, figures: dict[str, float]) -> bool:
-        """Whether an evaluation's figures reach --desired-acc."""
+        """Return whether an evaluation's figures reach --desired-acc."""
         return figures.get("top1", 0.0) >= (self.config.desired_acc or math.inf)
 
     def check_weights(self, model: nn.Module) -> None:
-        """Every --weight-check-steps: UserError if the ranks' weights differ."""
+        """Every --weight-check-steps, raise UserError if the ranks' weights differ."""
         step = self.progress.step
         if self.config.weight_check_steps and step % self.config.weight_check_steps == 0:
             check_same_weights(model, step, self.ranks)
 
     def keep_checkpoint(self, parts: Trainables) -> None:
-        """Keep a checkpoint; UserError if the ranks' weights differ. Before the evaluation, which
-        may fail, or be cut off."""
+        """Save a checkpoint; UserError if the ranks' weights differ. Call it before the evaluation,
+        which may fail or be interrupted."""
         config, ranks, progress = self.config, self.ranks, self.progress
-        finish_checkpoint()  # now: the watch expects this pause, and other ranks wait just below
+        finish_checkpoint()  # here: the watch expects a pause, and the other ranks wait just below
         align_batch_norm(parts.model, config, ranks)
         if self.spare:
             self.spare.note_statistics(progress.step)
@@ -379,18 +380,18 @@ class Session:
     def end(self, rung: RungFigures | None = None) -> int:
         """End the record, and return the exit code: EXIT_SAVED if a signal asked for the stop.
 
-        A complete training gets a summary, with the last evaluation's figures and what a rung has
-        measured of itself; one that was asked to stop may go on.
+        A complete training gets a summary, with the last evaluation's figures and a rung's own
+        measurements. One that was asked to stop gets none, since it can be resumed.
         """
         finish_checkpoint()
-        errors.keep_state = None  # it holds this session, with which loader workers end
+        errors.keep_state = None  # it refers to this session, and loader workers end with that
         model = self.trained.model
         if self.stopped:
-            # Together: a launcher that sees one rank end in this way may kill the others.
+            # All ranks together: a launcher that sees one rank end like this may kill the others.
             asked_by_file = self.ranks.sum(torch.tensor([int(self.recorder.stop() or 0)]))
             return 0 if asked_by_file.item() else EXIT_SAVED
-        own = measure_usage(self.meter, self.world, model, self.device)
-        used = convert(self.ranks.gather(asdict(own)), list[Usage])
+        usage = measure_usage(self.meter, self.world, model, self.device)
+        used = convert(self.ranks.gather(asdict(usage)), list[Usage])
         summary = summarize(self.environment, self.work, self.meter, self.figures, used, model)
         if self.readers.size == self.world.size and (slow := straggler(summary.ranks)):
             self.recorder.say(slow)
@@ -399,10 +400,10 @@ class Session:
 
 
 def check_loss(loss: float, place: str, is_session_start: bool) -> None:
-    """UserError, on all ranks alike, for a loss that is not finite; `is_session_start`: of
-    weights with which this session began."""
+    """Raise UserError, on all ranks alike, if a loss is not finite. `is_session_start`: this
+    session began with the weights of this loss."""
     remedy = (
-        "the weights that it began with are no good; take an earlier checkpoint"
+        "the weights that it began with are bad; use an earlier checkpoint"
         if is_session_start
         else "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
         "--clip-grad-norm"

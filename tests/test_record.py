@@ -264,7 +264,7 @@ def test_throughput_without_warm_up_and_evaluation(
     ("progress", "steps", "remedy"),
     [
         (Progress(), 2, "--base-lr"),
-        (Progress(step=7, samples_seen=28), 0, "no good; take an earlier"),
+        (Progress(step=7, samples_seen=28), 0, "bad; use an earlier"),
         (Progress(step=7, samples_seen=28), 1, "--base-lr"),
     ],
 )
@@ -299,7 +299,7 @@ def test_an_evaluation_that_is_not_finite(
     monkeypatch.setattr(sessions, "validate", lambda *_: broken)
     session = Training(tmp_path, clock, Progress(step), replace(CONFIG, evaluate=evaluate))
     session.device, session.workers = CPU, 0
-    words = f"the loss is nan of validation after step {step}: .*{remedy}"
+    words = f"the loss is nan in the validation after step {step}: .*{remedy}"
     with pytest.raises(UserError, match=words):
         session.validate(Trainables(*[None] * 4))  # type: ignore[arg-type]
     last = lines(tmp_path)[-1]

@@ -1,9 +1,10 @@
-"""What ranks leave in their host's memory for those that take their places (recipe/nursery.py).
+"""State that ranks leave in their host's memory for the ranks that replace them
+(recipe/nursery.py).
 
-A rank that loses another one keeps its state, as of the last step that has ended: like a
-checkpoint. BatchNorm's statistics differ from rank to rank, so each one notes its own in each step.
-A rank may be two steps ahead of the others when it is lost, for they can be slow to receive what it
-has sent: the notes are of three steps.
+When another rank is lost, a rank keeps its state after the last complete step, like a checkpoint.
+BatchNorm's statistics differ from rank to rank, so each rank notes its own in each step. A lost
+rank may have been two steps ahead of the others, which can be slow to receive its messages: so the
+notes cover three steps.
 """
 
 from pathlib import Path
@@ -16,39 +17,39 @@ STEPS = 3
 
 
 class Spare:
-    """A rank's state and notes, in the files of its nursery. On CPUs: a GPU would be waited for in
-    each step, and over NCCL a rank does not hear of a loss."""
+    """A rank's state and notes, in its nursery's files. For CPUs only: each step would have to wait
+    for a GPU, and over NCCL a rank does not learn of a loss."""
 
     def __init__(self, model: nn.Module, files: tuple[int, int]) -> None:
         state, notes = (f"/proc/self/fd/{number}" for number in files)
         self.state, self.buffers = Path(state), [*model.buffers()]
         size = 1 + sum(buffer.numel() for buffer in self.buffers)
         table = torch.from_file(notes, shared=True, size=1 + STEPS * size, dtype=torch.float64)
-        # The step of the state; and notes, each after its step: 0 is none, since no loss comes
-        # before the first step.
+        # The state's step, then the notes, each preceded by its step. 0 means none: there is no
+        # state to keep before the first step.
         self.step, self.notes = table[:1], table[1:].view(STEPS, size)
 
     def keep(self, contents: dict[str, Any], step: int) -> None:
         """Keep what a checkpoint of `step` would hold."""
-        self.forget()  # until all of it is there
+        self.forget()  # until it is complete
         torch.save(contents, self.state)
         self.step[0] = step
 
     def forget(self) -> None:
-        """Have no state: training goes on, and it is no longer that of the last step."""
+        """Drop the state: training continues, so it is no longer the last step's."""
         self.step[0] = 0
 
     def note_statistics(self, step: int) -> None:
-        """Note them as they are after the forward passes of `step`."""
+        """Note BatchNorm's statistics as they are after the forward passes of `step`."""
         note = self.notes[step % STEPS]
-        note[0] = 0  # until all of it is there
+        note[0] = 0  # until it is complete
         note[1:] = torch.cat([note[:0], *(buffer.flatten() for buffer in self.buffers)])
         note[0] = step
 
     def take_statistics(self, step: int) -> None:
-        """Take those of `step`, if they were noted."""
+        """Restore BatchNorm's statistics of `step`, if they were noted."""
         note = self.notes[step % STEPS]
         if note[0] == step:
             values = note[1:].split([buffer.numel() for buffer in self.buffers])
-            for buffer, own in zip(self.buffers, values, strict=True):
-                buffer.copy_(own.view_as(buffer))
+            for buffer, noted in zip(self.buffers, values, strict=True):
+                buffer.copy_(noted.view_as(buffer))
