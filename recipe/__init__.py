@@ -1,6 +1,6 @@
-"""The training recipe: all that does not know which library moves the gradients.
+"""The training recipe: everything that does not depend on which library exchanges the gradients.
 
-Here at the top: rank facts (world), how ranks meet, devices, files, errors, the session and the
-rungs' loop. In folders, each above the one before: settings, data (with the commands that prepare
-it), training, record. No engine, no MPI.
+At the top level: each rank's place (world), how ranks meet, devices, files, errors, the session and
+the rungs' loop. In folders, each of which builds on those before it: settings, data (with the
+commands that prepare it), training, record. No engine, no MPI.
 """

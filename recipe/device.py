@@ -25,18 +25,18 @@ MAX_DEFAULT_WORKERS = 16
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names and values from malloc.h, man 3 mallopt
 LARGEST_INT = 2**31 - 1
 NO_GPU = (
-    "this host has an NVIDIA driver, and torch sees no GPU: nvidia-smi shows its newest CUDA, "
-    "install a newer driver or a torch of no newer CUDA; start a container with --gpus all; ask "
-    "the batch system for GPUs; or pass --no-cuda to train on the CPU"
+    "this host has an NVIDIA driver, but torch sees no GPU: if torch was built for a newer CUDA "
+    "than nvidia-smi shows, install a newer driver or another torch; start a container with --gpus "
+    "all; ask the batch system for GPUs; or pass --no-cuda to train on the CPU"
 )
 
 
 def choose_device(config: Config, world: World) -> torch.device:
-    """The GPU of this rank among those that it sees, else the CPU.
+    """Return the GPU of this rank among those that it sees, or the CPU.
 
-    A rank may see all GPUs of its host, or only those that Slurm or a script has given it, and
-    their number does not show which. So two ranks may take the same GPU, which would fail inside
-    NCCL, or train at half speed without a message: `check_same_training` sees to it that none do.
+    A rank may see all GPUs of its host, or only those that Slurm or a script has given it. Their
+    number does not show which, so two ranks may choose the same GPU. That would fail inside NCCL,
+    or train at half speed without a message: `check_same_training` refuses it.
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
@@ -53,12 +53,12 @@ def choose_device(config: Config, world: World) -> torch.device:
     )
     if not on_gpu:
         refuse(
-            (config.precision == "tf32", "--precision tf32: is a GPU's number format, and this run "
+            (config.precision == "tf32", "--precision tf32: is a GPU's number format, but this run "
              "is on the CPU; use fp32 or bf16"),
-            (config.transport == "nccl", "--transport nccl: carries gradients between GPUs, and "
+            (config.transport == "nccl", "--transport nccl: carries gradients between GPUs, but "
              "this run is on the CPU; use gloo or mpi"),
             (config.batch_norm == "sync" and config.compile, "--batch-norm sync: cannot be "
-             "combined with --compile on the CPU, where it exchanges sums in the midst of a block; "
+             "combined with --compile on the CPU, since it exchanges sums inside a compiled block; "
              "leave --compile out"),
         )  # fmt: skip
         keep_freed_memory()
@@ -67,18 +67,18 @@ def choose_device(config: Config, world: World) -> torch.device:
     refuse((reason := lacks_kernels(device.index), f"{reason}, or pass --no-cuda"))
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = not config.deterministic
-    # One statement for both settings, so that fp32 means fp32 whatever the defaults of the
-    # installed torch are.
+    # Set both, so that fp32 means fp32 whatever the defaults of the installed torch are.
     torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     return device
 
 
 def lacks_kernels(gpu: int) -> str:
-    """Why this torch has no code for the GPU of this number, and what to do; "" if it has.
+    """Return why this torch has no code for the GPU of this number, and what to do; "" if it has.
 
-    Binaries (sm_80) run on GPUs of the same major number that are as new; what the driver compiles
-    (compute_90) on all newer ones (CUDA C++ Programming Guide, "Application Compatibility").
+    Binaries (sm_80) run on GPUs of the same major number and the same or a higher minor number;
+    code that the driver compiles (compute_90) runs on all newer GPUs (CUDA C++ Programming Guide,
+    "Application Compatibility").
     """
     archs, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(gpu)
     for kind, number, special in re.findall(r"(sm|compute)_(\d+)([af]?)", " ".join(archs)):
@@ -91,13 +91,13 @@ def lacks_kernels(gpu: int) -> str:
     return (
         f"{torch.cuda.get_device_name(gpu)} has compute capability {capability[0]}.{capability[1]},"
         f" and this torch (CUDA {torch.version.cuda}) has code for {' '.join(archs)} only; install "
-        "a torch that is built for it (older GPUs: one of an older CUDA)"
+        "a torch that is built for this GPU (for an old GPU, one with an older CUDA)"
     )
 
 
 def missing_to_compile(on_gpu: bool) -> list[str]:
-    """What of a compiler is not here, with which torch.compile makes what it runs: Triton takes a C
-    compiler, Inductor on the CPU g++, and both Python's headers."""
+    """Return what this host lacks for torch.compile. Triton needs a C compiler, Inductor on the CPU
+    needs g++, and both need Python's headers."""
     variable, names = ("CC", ["gcc", "clang"]) if on_gpu else ("CXX", ["g++"])
     chosen = [os.environ[variable]] if variable in os.environ else names
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
@@ -109,23 +109,23 @@ def missing_to_compile(on_gpu: bool) -> list[str]:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large pieces of freed memory for the next step, which needs the same
-    ones, instead of returning them to the system.
+    """Let the C library keep large blocks of freed memory for the next step, which needs the same
+    sizes, instead of returning them to the system.
 
-    Each new page costs a page fault and is filled with zeros first: on the CPU a step
-    of ResNet-18 at 224 pixels had 96,000 of these and took 8 to 10 % longer.
+    Each new page costs a page fault and is filled with zeros first: on the CPU a step of ResNet-18
+    at 224 pixels had 96,000 page faults and took 8 to 10 % longer.
     """
-    libc = ctypes.CDLL(None)  # GNU's, as torch wants it
+    libc = ctypes.CDLL(None)  # GNU's, which torch needs
     libc.mallopt(M_MMAP_THRESHOLD, LARGEST_INT)
     libc.mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
 
 
 def share_of_cores(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
-    """Threads for `rank`, given every rank's host and the cores that it may use: its cores, each
-    divided among those who may use it.
+    """Return the number of threads for `rank`, at least 1. `places`: each rank's host, and the
+    cores that it may use. Each core is divided among the ranks that may use it.
 
-    Right whether the launcher bound ranks to cores, to sockets (as mpirun does if asked to), or not
-    at all (horovodrun, torchrun). At least 1.
+    This holds whether the launcher bound ranks to cores, to sockets (as mpirun does if asked to),
+    or not at all (horovodrun, torchrun).
     """
     own_host, own_cores = places[rank]
     masks = [cores for host, cores in places if host == own_host]
@@ -135,7 +135,7 @@ def share_of_cores(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> in
 
 
 def core_ranges(cores: Sequence[int]) -> str:
-    """These cores, in ascending order, as in "0-3,8"."""
+    """Return these cores, given in ascending order, as text such as "0-3,8"."""
     runs = groupby(enumerate(cores), lambda pair: pair[1] - pair[0])  # both grow by one
     ranges = [[core for _, core in run] for _, run in runs]
     return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in ranges)
@@ -144,15 +144,15 @@ def core_ranges(cores: Sequence[int]) -> str:
 def cpu_quota_cores(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    """Cores' worth of CPU time that this process's control group and those above it grant (v2 or
-    v1), which no affinity mask shows; inf if unlimited."""
+    """Return the CPU time, in cores, that this process's control group (v2 or v1) and its parents
+    grant; inf if it is unlimited. Affinity masks do not show this limit."""
     cores = math.inf
     for line in read_proc(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "cpu" in controllers.split(","):
             top = root / "cpu" if controllers else root
-            own = top / path.strip("/")
-            groups = (group for group in (own, *own.parents) if group.is_relative_to(top))
+            inner = top / path.strip("/")
+            groups = (group for group in (inner, *inner.parents) if group.is_relative_to(top))
             cores = min(cores, *map(_granted_cores, groups))
     return cores
 
@@ -161,44 +161,45 @@ def _granted_cores(group: Path) -> float:
     for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()
-        except OSError:  # of the other version; or the root, or seen from inside a container
+        except OSError:  # the other version, or the root group, or a view from inside a container
             continue
         return math.inf if quota in ("max", "-1") else int(quota) / int(period)
     return math.inf
 
 
 def loader_workers(config: Config, device: torch.device, cores: int) -> int:
-    """Loader processes for this rank: --workers, or its share of `cores` where a GPU leaves them
-    free. On a CPU, none: there they cost more than they save (docs/data.md)."""
+    """Return the number of loader processes for this rank: --workers, or its share of `cores` if it
+    trains on a GPU. On a CPU none: there they cost more than they save (docs/data.md)."""
     if config.workers is not None:
         return config.workers
     return min(cores, MAX_DEFAULT_WORKERS) if device.type == "cuda" else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """This rank's peak: on CUDA of the memory that it has allocated on GPUs since
-    `forget_peak_memory`, on the CPU of resident memory. A few rungs use several GPUs."""
+    """Return this rank's peak memory: on CUDA what it has allocated on its GPUs (several in a few
+    rungs) since `forget_peak_memory`, on the CPU its resident memory."""
     if device.type == "cuda":
         return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Count the peak of GPU memory from now on: without cuDNN's trials of kernels, and the networks
-    of `--wire-format auto`."""
+    """Measure peak GPU memory from now on: without cuDNN's trials of kernels, and the networks of
+    `--wire-format auto`."""
     for gpu in range(torch.cuda.device_count() if device.type == "cuda" else 0):
         torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and all its descendants so far, user and system, in seconds.
+    """Return the CPU time of this process and all its descendants so far, user and system, in
+    seconds.
 
-    The time of those that have ended is counted where their parent has waited for them: loader
-    workers end with each evaluation.
+    Ended processes, such as an evaluation's loader workers, count if their parent has waited for
+    them.
     """
-    own = psutil.Process()
+    this = psutil.Process()
     total = 0.0
-    for process in [own, *own.children(recursive=True)]:
+    for process in [this, *this.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             total += sum(process.cpu_times()[:4])  # user, system, and both of ended children
     return total

@@ -1,4 +1,4 @@
-"""Files that are there whole or, as before, not at all, whatever happens while they are written."""
+"""Files that are replaced as a whole: a failed write leaves the earlier file, or none."""
 
 import json
 import os
@@ -12,14 +12,14 @@ PARTIAL: set[Path] = set()  # temporary files that this process is writing
 
 
 def partial_name(path: Path) -> Path:
-    """A temporary name beside `path` that no other process has, on any host."""
+    """Return a temporary name beside `path` that no other process uses, on any host."""
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
 
 
 @contextmanager
 def whole_file(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
-    """Open a temporary file that takes `path`'s place when the body has ended well; `sync`: so that
-    it is whole and there after a power cut, too."""
+    """Open a temporary file that replaces `path` when the body has ended without an error. With
+    `sync` it also survives a power cut."""
     temporary = partial_name(path)
     PARTIAL.add(temporary)
     try:
@@ -37,13 +37,13 @@ def whole_file(path: Path, sync: bool = False) -> Iterator[IO[bytes]]:
 
 
 def remove_partial_files() -> None:
-    """Remove what this process, which ends now, has not written whole."""
+    """Remove the files that this process has written only in part; for its end."""
     for temporary in list(PARTIAL):
         temporary.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Make what was renamed in there survive a power cut."""
+    """Make renames in a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,26 +52,26 @@ def sync_folder(path: Path) -> None:
 
 
 def read_proc(path: str | Path) -> str:
-    """The text of a file in /proc, where the kernel writes names of any bytes, and may cut one off
-    inside a character; "" if there is none."""
+    """Return the text of a file in /proc; "" if there is none. Names in it may have any bytes, and
+    the kernel may cut one off inside a character."""
     return os.fsdecode(Path(path).read_bytes()) if os.path.exists(path) else ""
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `path` whole or not at all, in UTF-8. A byte that is not, in a name, becomes \\udce9,
-    say, which JSON reads back."""
+    """Write `path` whole or not at all, in UTF-8. A byte of a name that is not UTF-8 becomes an
+    escape such as \\udce9, which JSON reads back."""
     with whole_file(path) as file:
         file.write(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: dict[str, Any], allow_nan: bool = True) -> None:
-    """Write `path` whole or not at all, as JSON for readers; ValueError for a NaN, which JSON does
-    not have, unless it is allowed."""
+    """Write `path` whole or not at all, as indented JSON; ValueError for a NaN, which JSON does not
+    have, unless it is allowed."""
     replace_file(path, json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
 
 
 def json_for_readers(value: Any) -> str:
-    """JSON for other programs: NaN and infinity, which JSON lacks, become null."""
+    """Return JSON for other programs: NaN and infinity, which JSON lacks, become null."""
     return json.dumps(
         json.loads(json.dumps(value), parse_constant=lambda _: None), indent=2, ensure_ascii=False
     )

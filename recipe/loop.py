@@ -1,7 +1,8 @@
-"""The loop around a training step, for the rungs in baselines/, in the order of both train.py.
+"""The training loop of the rungs in baselines/, in the same order as both train.py.
 
-A rung says what it does differently from one process in a subclass of `Rung`. The one that leaves
-all as it is, baselines/single_process.py, is the reference for both train.py, bit by bit.
+Each rung is a subclass of `Rung`, which overrides what differs from training in one process. The
+rung that overrides nothing, baselines/single_process.py, is the bit-exact reference for both
+train.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,8 +49,8 @@ from recipe.training.state import (
 from recipe.watch import heartbeat
 from recipe.world import World
 
-# Settings that rungs do not have: they belong to one of the engines, or measure its exchange.
-# Fields of Config; with a value, only that is meant.
+# Settings that rungs do not support: they belong to one of the engines, or measure its exchange.
+# They are fields of Config; a value behind a field means that only this value is not supported.
 ENGINES_OWN = (
     "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
     "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
@@ -59,8 +60,8 @@ ENGINES_OWN = (
 
 
 def refuse_settings(config: Config, lacking: Iterable[str]) -> None:
-    """UserError for the first of these settings, written as ENGINES_OWN, that is given. A number
-    that is 0 turns it off, which is what this script does."""
+    """Raise UserError for the first of the settings `lacking` (written as in ENGINES_OWN) that is
+    given. A setting of 0 is accepted: it turns the feature off, and this script does without it."""
     default = Config()
     for words in lacking:
         name, _, value = words.partition(" ")
@@ -71,21 +72,22 @@ def refuse_settings(config: Config, lacking: Iterable[str]) -> None:
 
 
 class Rung(Trainables):
-    """One process's training, from which a script in baselines/ differs by what it overrides.
+    """Training in one process; a script in baselines/ overrides what it does differently.
 
-    The `model` is as one process has it. Every rank that trains makes one, before the ranks meet.
+    The `model` is the same as in one process. Every rank that trains makes one, before the ranks
+    meet.
     """
 
     name: str  # of the engine, in the run folder
     transport = ""  # what carries its messages, there; "": its process group, if it has one
     launcher: str | None = "torchrun"  # None: any
-    lacks: tuple[str, ...] = ()  # further settings, as in ENGINES_OWN
-    has: tuple[str, ...] = ()  # of ENGINES_OWN
+    lacks: tuple[str, ...] = ()  # further settings that it does not support, as in ENGINES_OWN
+    has: tuple[str, ...] = ()  # settings of ENGINES_OWN that it supports
     has_group = True  # its ranks meet in a process group
     has_remote_calls = False
-    servers = 0  # of the ranks, the last ones, which do not train
-    is_for_cpu = False  # sends what lies in the CPU's memory
-    readers: World | None = None  # this rank among those that read different images, if not all do
+    servers = 0  # the number of last ranks, which do not train
+    is_for_cpu = False  # it sends tensors in the CPU's memory
+    readers: World | None = None  # its place among ranks that read different images; None: all do
 
     sum_over_ranks = staticmethod(meeting.sum_over_ranks)
     from_rank_0 = staticmethod(meeting.from_rank_0)
@@ -95,7 +97,7 @@ class Rung(Trainables):
     criterion: Criterion
 
     def __init__(self, config: Config, world: World) -> None:
-        """UserError for settings that it lacks, and if it was not started as it must be."""
+        """Raise UserError for settings that the rung lacks, and for a wrong launcher."""
         refuse_settings(config, (*(one for one in ENGINES_OWN if one not in self.has), *self.lacks))
         if self.launcher is not None and world.launcher != self.launcher:
             by = {"none": "python"}
@@ -103,16 +105,16 @@ class Rung(Trainables):
                 f"this script was started by {by.get(world.launcher, world.launcher)}: start it "
                 f"with {by.get(self.launcher, self.launcher)}, as its first lines say"
             )
-        if "weight_check_steps" in self.lacks:  # its ranks hold different weights in between
+        if "weight_check_steps" in self.lacks:  # between exchanges its ranks' weights differ
             config = replace(config, weight_check_steps=0)
         self.config, self.device = config, choose_device(config, world)
-        self.devices = [self.device]  # whose energy is this rank's
+        self.devices = [self.device]  # whose energy counts as this rank's
         trainers = world.size - self.servers
         refuse(
             (trainers < 1, "1 rank: the last one only serves; start at least 2"),
             (
                 self.is_for_cpu and self.device.type != "cpu",
-                "this script sends what lies in the CPU's memory; add --no-cuda",
+                "this script sends tensors in the CPU's memory; add --no-cuda",
             ),
         )
         self.trains, self.server = world.rank < trainers, f"rank{trainers}"  # for remote calls
@@ -122,10 +124,11 @@ class Rung(Trainables):
 
     @classmethod
     def main(cls, config: Config, world: World, hooks: Hooks) -> int:
-        """Train, or serve those that do, as `config` says; the exit code. Every rank calls this."""
+        """Train, or serve the ranks that train, as `config` says, and return the exit code. Every
+        rank calls this."""
         rung = cls(config, world)
         if config.threads is not None:
-            torch.set_num_threads(config.threads)  # of ranks that only serve, too
+            torch.set_num_threads(config.threads)  # also in ranks that only serve
         with meeting.remote_calls(config, world) if rung.has_remote_calls else nullcontext():
             if rung.trains:
                 with meeting.process_group(config, rung.world) if rung.has_group else nullcontext():
@@ -133,17 +136,18 @@ class Rung(Trainables):
         return 0
 
     def prepare(self) -> None:
-        """Make, before anything is read, what else it takes; UserError if that cannot be."""
+        """Make what else the rung needs, before any data is read; UserError if it cannot be
+        made."""
 
     def distribute(self) -> None:
-        """Replace the network and the optimizer by what trains over all ranks; called once, with
-        rank 0's weights on all of them, and a checkpoint's momentum in the optimizer."""
+        """Replace the network and the optimizer by versions that train over all ranks. Called once,
+        when all ranks have rank 0's weights and the optimizer has a checkpoint's momentum."""
 
     def forward_backward(
         self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
-        """Add a batch's gradients to those of the step, and return its metrics. `sync_gradients`:
-        it is the step's last batch, and they may be exchanged. `lap` ends a phase."""
+        """Add a batch's gradients to the step's, and return the batch's metrics. `sync_gradients`:
+        this is the step's last batch, so gradients may be exchanged. `lap` ends a phase."""
         no_sync = getattr(self.network, "no_sync", nullcontext)  # DDP has it
         with autocast(self.config, self.device), nullcontext() if sync_gradients else no_sync():
             outputs = self.network(images)
@@ -154,25 +158,25 @@ class Rung(Trainables):
         return sums
 
     def update(self, rate: float) -> None:
-        """Change the weights by the gradients of the step, at this learning rate, which the
-        optimizer has."""
+        """Update the weights with the step's gradients. `rate` is the learning rate, which the
+        optimizer already has."""
         unscale_and_clip(self, self.config.clip_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         round_weights(self.fp16_model, self.model)
 
     def measured(self) -> RungFigures:
-        """What the rung has measured of itself, when training is complete."""
+        """Return what the rung has measured itself; called when training is complete."""
         return RungFigures()
 
     def memory_by_rank(self, optimizer: torch.optim.Optimizer) -> RungFigures:
-        """What each rank holds of an optimizer's state and of the weights, of sharded ones its
+        """Return each rank's bytes of optimizer state and of weights; of sharded tensors, its
         part."""
 
         def by_rank(tensors: Iterable[Any]) -> list[int]:
             parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
-            own = torch.tensor([sum(part.nbytes for part in parts)])
-            return self.ranks.rows(own).flatten().tolist()
+            num_bytes = torch.tensor([sum(part.nbytes for part in parts)])
+            return self.ranks.rows(num_bytes).flatten().tolist()
 
         values = (value for state in optimizer.state.values() for value in state.values())
         return RungFigures(
@@ -182,8 +186,8 @@ class Rung(Trainables):
 
 
 def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
-    """Data, model, and what was kept of an earlier run; open the record. Also returns what one
-    worker's learning rate is multiplied by."""
+    """Load data and model, resume from an earlier run, and open the record. Return the session, and
+    the factor of one worker's learning rate."""
     config, world, device = rung.config, rung.world, rung.device
     data = rung.data = open_data(config, hooks.epoch_images)
     session = Session(rung.name, config, rung.ranks, data, device, rung.readers)
@@ -208,7 +212,7 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
 
 
 def _step(rung: Rung, session: Session, lr_scale: int, exchange: bool) -> tuple[Sums, float]:
-    """One step: its metrics on this rank, and its learning rate."""
+    """Make one step; return its metrics on this rank, and its learning rate."""
     config, progress, meter = rung.config, rung.progress, session.meter
     seed_step(config, progress.step, session.readers.rank)
     rate = learning_rate(config, progress.samples_seen / rung.data.num_train, lr_scale)
@@ -231,8 +235,8 @@ def _step(rung: Rung, session: Session, lr_scale: int, exchange: bool) -> tuple[
 
 
 def train(rung: Rung, hooks: Hooks) -> int:
-    """Train, or only evaluate, as the rung's settings say, and write the run folder; the exit code.
-    Every rank that trains calls this."""
+    """Train, or only evaluate, as the rung's settings say; write the run folder, and return the
+    exit code. Every rank that trains calls this."""
     session, lr_scale = _begin(rung, hooks)
     goes_on = session.begin_training(rung)
     rung.network.train()

@@ -1,6 +1,6 @@
-"""How ranks meet: at which interface Gloo listens, by addresses that MPI carries (and no gradient),
-at MASTER_ADDR, and for the scripts in baselines/ in a process group or by remote calls. The one
-module here that knows torch.distributed: both train.py show such calls themselves.
+"""How ranks find each other: the interface at which Gloo listens, addresses exchanged over MPI (but
+no gradients), MASTER_ADDR, and for the scripts in baselines/ a process group or remote calls. Only
+this module of recipe/ uses torch.distributed: both train.py show such calls themselves.
 """
 
 import ipaddress
@@ -28,9 +28,9 @@ from recipe.world import World, lone_copy_message, prepare_mpi
 
 
 def prepare_gloo(world: World) -> None:
-    """Choose the interface at which Gloo listens, unless the user has: the one chosen for NCCL,
-    beside which Gloo carries what lies in the CPU's memory; or, if all ranks are on one host, the
-    loopback, since others have no business with its ports."""
+    """Choose the interface at which Gloo listens, unless the user has chosen one. Take the one
+    chosen for NCCL, beside which Gloo carries tensors in the CPU's memory; or, if all ranks are on
+    one host, the loopback, since no other host needs its ports."""
     watch.begin("meeting the other ranks")
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface not in psutil.net_if_addrs():  # such as a list of prefixes
@@ -41,51 +41,51 @@ def prepare_gloo(world: World) -> None:
 
 
 def refuse_unknown_interfaces(variable: str) -> None:
-    """UserError if a variable names a network interface that this host lacks; it may hold several,
-    with commas."""
+    """Raise UserError if a variable names a network interface that this host lacks. It may hold
+    several names, with commas between them."""
     given, there = os.environ.get(variable, ""), psutil.net_if_addrs()
     unknown = [name for name in given.split(",") if name and name not in there]
-    told = f"{variable}={given}: this host has no network interface {', '.join(unknown)}"
-    refuse((unknown, f"{told}; it has {', '.join(there)}"))
+    problem = f"{variable}={given}: this host has no network interface {', '.join(unknown)}"
+    refuse((unknown, f"{problem}; it has {', '.join(there)}"))
 
 
 def keep_gloo_off_loopback(world: World, first_host: str) -> None:
-    """On several hosts, unless an interface is chosen, name the one that leads to `first_host` for
-    Gloo, which listens at the address of this host's name: on Debian and Ubuntu that is 127.0.1.1,
-    which no other host reaches.
+    """On several hosts, let Gloo use the interface that leads to `first_host`, unless one is chosen
+    already. Gloo listens at the address of this host's name: on Debian and Ubuntu that is
+    127.0.1.1, which no other host reaches.
 
-    UserError if there is none.
+    UserError if no such interface is found.
     """
     if world.local_size == world.size or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     name = socket.gethostname()
-    own = "127.0.0.1"  # Gloo's address for a host without one
+    address = "127.0.0.1"  # Gloo's address for a host whose name has none
     with suppress(OSError):
-        own = str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
-    if not ipaddress.ip_address(own).is_loopback:
+        address = str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
+    if not ipaddress.ip_address(address).is_loopback:
         return
     interfaces = own_addresses()
-    # On the first host itself its name may stand for 127.0.1.1, too: then the way to the outside,
-    # by an address that is nobody's (RFC 5737). Nothing is sent to either.
-    found = []
+    # On the first host its own name may also resolve to 127.0.1.1. So the second try is the route
+    # to the outside, by an address that nobody has (RFC 5737). No packet is sent to either.
+    candidates = []
     for other in (first_host, "192.0.2.1"):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.connect((other, 9))
-            found.append(interfaces.get(asking.getsockname()[0]))
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((other, 9))
+            candidates.append(interfaces.get(probe.getsockname()[0]))
     if len(set(interfaces.values())) == 1:
-        found += interfaces.values()
-    if chosen := next(filter(None, found), None):
+        candidates += interfaces.values()
+    if chosen := next(filter(None, candidates), None):
         os.environ["GLOO_SOCKET_IFNAME"] = chosen
         return
     raise UserError(
-        f"{name}: this host's name resolves to {own}, where other hosts cannot reach it: let "
-        "/etc/hosts give it the address that they reach, or set GLOO_SOCKET_IFNAME to the "
-        "interface that leads to them; there are " + ", ".join(psutil.net_if_addrs())
+        f"{name}: this host's name resolves to {address}, where other hosts cannot reach it: "
+        "correct its address in /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that leads "
+        "to the other hosts; there are " + ", ".join(psutil.net_if_addrs())
     )
 
 
 def own_addresses() -> dict[str, str]:
-    """The interface of each IPv4 address of this host that others may reach."""
+    """Return this host's IPv4 addresses that other hosts may reach, each with its interface."""
     return {
         address.address: interface
         for interface, addresses in psutil.net_if_addrs().items()
@@ -96,9 +96,11 @@ def own_addresses() -> dict[str, str]:
 
 
 def start_mpi(world: World, instead: str) -> Any:
-    """mpi4py's MPI, initialised; UserError, with what to do `instead`, where it is missing or sees
-    other ranks than the launcher has started. What ranks tell each other by its lower-case methods
-    travels as JSON: nothing that comes over the network is unpickled."""
+    """Return mpi4py's MPI, initialised. UserError, with what to do `instead`, if it is missing or
+    sees another number of ranks than the launcher has started.
+
+    Its lower-case methods send objects as JSON: nothing from the network is unpickled.
+    """
     prepare_mpi(world)
     try:
         from mpi4py import MPI
@@ -117,31 +119,40 @@ def start_mpi(world: World, instead: str) -> Any:
 
 
 def server_address(world: World) -> tuple[str, str]:
-    """Rank 0's host as the others reach it, and where its server is to listen: on one host nobody
-    else has business with it. By which address the others come to a host's name is not known."""
+    """Return rank 0's host as the other ranks reach it, and the address at which its server is to
+    listen.
+
+    If all ranks are on one host, both are the loopback, since no other host needs the server. The
+    second is "", all addresses, if the first is a name: it is unknown to which address other hosts
+    resolve it.
+    """
     host = "127.0.0.1" if world.local_size == world.size else _own_address()
     return host, "" if host == socket.gethostname() else host
 
 
 def _own_address() -> str:
-    """This host as the others reach it: by the interface that the user chose for Gloo, or for NCCL
-    if that is the name of one (see `prepare_gloo`), else by its name."""
+    """Return this host as other hosts reach it: the address of the interface that the user chose
+    for Gloo, or for NCCL if that names an interface (see `prepare_gloo`), else the host's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if not interface:
         return socket.gethostname()
     names = interface.split(",")
-    found = [address for address, name in own_addresses().items() if name in names]
-    refuse((not found, f"GLOO_SOCKET_IFNAME={interface}: has no IPv4 address that others reach"))
-    return found[0]
+    addresses = [address for address, name in own_addresses().items() if name in names]
+    refuse((
+        not addresses,
+        f"GLOO_SOCKET_IFNAME={interface}: has no IPv4 address that other hosts can reach; name "
+        "another interface",
+    ))  # fmt: skip
+    return addresses[0]
 
 
-ASK_AGAIN_S = 0.05  # how often rank 0 looks who asks
+ASK_AGAIN_S = 0.05  # between rank 0's polls for ranks that ask
 
 
 @contextmanager
 def process_group(config: Config, world: World) -> Iterator[None]:
-    """The ranks of `world`, which torchrun has started, as torch's process group. After an error it
-    is not taken down (no `finally`): that could wait for ranks which wait for this one."""
+    """Join the ranks of `world`, which torchrun has started, in torch's process group. After an
+    error it is not destroyed (no `finally`): that could wait for ranks that wait for this one."""
     prepare_gloo(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
     dist.init_process_group(**meeting_by_environment(world, timeout))
@@ -150,10 +161,10 @@ def process_group(config: Config, world: World) -> Iterator[None]:
 
 
 def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group` for ranks that meet at MASTER_ADDR and MASTER_PORT.
+    """Return arguments of `init_process_group` for ranks that meet at MASTER_ADDR and MASTER_PORT.
 
-    A torchrun serves a store there to all of its attempts, and after a restart ranks would find the
-    last attempt's addresses in it (pytorch issue 135712): each gets a part of it for itself.
+    torchrun serves one store there to all of its attempts. After a restart ranks would find the
+    last attempt's addresses in it (pytorch issue 135712), so each attempt gets its own part of it.
     """
     place = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -165,37 +176,38 @@ def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
 
 
 def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
-    """A name that all ranks of this attempt know, and none of another; its rank 0 makes it.
+    """Return a name that all ranks of this attempt share, and no other attempt; its rank 0 makes
+    it.
 
-    TORCHELASTIC_RESTART_COUNT is none: each torchrun counts the failures of its own ranks. Nor can
-    a rank tell a name that lies there from one of an attempt before. So it asks by a word that was
-    never used, which only a rank 0 that lives now can answer.
+    TORCHELASTIC_RESTART_COUNT cannot be used: each torchrun counts the failures of its own ranks.
+    And a rank cannot tell this attempt's name in the store from an earlier attempt's. So each rank
+    asks with a key that was never used, which only this attempt's rank 0 can answer.
     """
-    own = uuid.uuid4().hex
+    unique = uuid.uuid4().hex
     if not world.is_first:
-        store.set(f"rank {world.rank}", own)
-        name = store.get(own).decode()  # waits for it
+        store.set(f"rank {world.rank}", unique)
+        name = store.get(unique).decode()  # waits for it
         store.add(name, 1)
         return name
     deadline = time.monotonic() + timeout.total_seconds()
     asking = [f"rank {rank}" for rank in range(1, world.size)]
-    while store.add(own, 0) < len(asking) and time.monotonic() < deadline:
+    while store.add(unique, 0) < len(asking) and time.monotonic() < deadline:
         for key in filter(lambda key: store.check([key]), asking):
-            store.set(store.get(key).decode(), own)
+            store.set(store.get(key).decode(), unique)
         time.sleep(ASK_AGAIN_S)
-    return own
+    return unique
 
 
 def transport_of(device: torch.device) -> str:
-    """What carries the messages of the process group, as the run folder says it."""
+    """Return what carries the process group's messages, in the run folder's words."""
     if not dist.is_initialized():
         return "none"
     return "NCCL" if device.type == "cuda" else "Gloo"
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """For figures: the ranks' values added up, in a new tensor; without a process group, one
-    process's."""
+    """Return the sum of the ranks' values in a new tensor, for figures; without a process group, of
+    this process alone."""
     total = values.clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -203,7 +215,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values, on each rank."""
+    """Return rank 0's values on each rank."""
     if dist.is_initialized():
         dist.broadcast(values, src=0)
     return values
@@ -211,9 +223,9 @@ def from_rank_0(values: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def remote_calls(config: Config, world: World) -> Iterator[None]:
-    """Let each rank of `world` call functions on "rank0", "rank1" and so on. At the end it waits
-    for the others; not after an error (no `finally`), for they may wait for this one."""
-    from torch.distributed import rpc  # most scripts do without
+    """Let each rank of `world` call functions on "rank0", "rank1" and so on. At the end, wait for
+    the other ranks; not after an error (no `finally`), since they may wait for this one."""
+    from torch.distributed import rpc  # few scripts need it
 
     prepare_gloo(world)
     bind_rpc()
@@ -231,8 +243,8 @@ def remote_calls(config: Config, world: World) -> Iterator[None]:
 
 
 def bind_rpc() -> None:
-    """Have torch.distributed.rpc listen at the interface that Gloo uses, and at no other, for it
-    runs what it is sent. UserError, on several hosts, if none was chosen."""
+    """Let torch.distributed.rpc listen only at the interface that Gloo uses, since it runs any code
+    that it is sent. UserError, on several hosts, if none was chosen."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     refuse((
         not interface,

@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other, besides gradients: figures, digests, weights."""
+"""What the ranks of a training exchange besides gradients: figures, digests, weights."""
 
 import json
 from collections.abc import Callable
@@ -14,29 +14,29 @@ Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 def unchanged(values: torch.Tensor) -> torch.Tensor:
-    """Any collective of a process alone."""
+    """Do what any collective does in a world of one process: return the values unchanged."""
     return values
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place among the others, and the engine's collectives, which all ranks are to call
-    together. By default those of a process alone."""
+    """This rank's place, and the engine's collectives, which all ranks must call together. By
+    default those of a single process."""
 
     world: World
-    sum: Collective = unchanged  # the ranks' values added up, in the memory where they are
+    sum: Collective = unchanged  # the sum of the ranks' values, in the memory where they are
     from_first: Collective = unchanged  # rank 0's values
 
     def rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's `values` [n], by rank: [world.size, n]."""
-        own = values.new_zeros(self.world.size, len(values))
-        own[self.world.rank] = values
-        return self.sum(own)
+        """Return every rank's `values` [n], by rank: [world.size, n]."""
+        table = values.new_zeros(self.world.size, len(values))
+        table[self.world.rank] = values
+        return self.sum(table)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, by rank: what JSON can hold, of any size; tuples come back as
-        lists."""
-        text = torch.tensor(list(json.dumps(value).encode()))  # int64: Horovod adds no bytes
+        """Return every rank's `value`, by rank. A value is anything that JSON can hold, of any
+        size; tuples come back as lists."""
+        text = torch.tensor(list(json.dumps(value).encode()))  # int64: Horovod cannot sum bytes
         sizes = self.rows(torch.tensor([len(text)])).flatten().tolist()
         padded = nn.functional.pad(text, (0, max(sizes) - len(text)))
         rows = self.rows(padded).tolist()

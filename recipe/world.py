@@ -1,4 +1,4 @@
-"""Who this process is among those that a launcher started, by the launcher's variables."""
+"""This process's place among those that a launcher started, read from the launcher's variables."""
 
 import os
 import re
@@ -14,35 +14,34 @@ from typing import NamedTuple
 
 TRANSPORTS = "OMPI_MCA_btl"
 SEGMENT_BYTES = 2**23  # twice what an Open MPI rank takes in /dev/shm
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # in containers, too, with GPUs or without
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # also in containers, with GPUs or without
 
 
-FINISH_S = 60  # how long a rank may take for its checkpoint where nobody ends it before
+FINISH_S = 60  # how long a rank may take for its checkpoint if nothing ends it earlier
 
 
 class Launcher(NamedTuple):
-    """What there is to know of a way to start ranks; compare/plan/configurations.py has the
-    commands."""
+    """The properties of a way to start ranks; compare/plan/configurations.py has the commands."""
 
     variables: tuple[str, str, str, str] = ("", "", "", "")  # rank, size, local rank, local size
     meeting: str = ""  # how DDP's ranks find each other: "environment", "MPI", "Slurm"; "": not
-    programs: tuple[str, ...] = ()  # what ranks descend from, by the name under which it started
-    patience_s: float = 0.7  # what it leaves a rank between SIGTERM and SIGKILL, a little less
-    job: tuple[str, ...] = ()  # variables that tell its jobs on a host apart
-    sets: tuple[str, ...] = ()  # variables, or families of them, that it writes for its ranks
-    reaches: str = ""  # other hosts by "ssh", an "agent" (ssh, if no other is there), or "daemons"
+    programs: tuple[str, ...] = ()  # names of programs that ranks descend from, as they started
+    patience_s: float = 0.7  # its time between SIGTERM and SIGKILL to a rank, or a little less
+    job: tuple[str, ...] = ()  # variables that distinguish its jobs on a host
+    sets: tuple[str, ...] = ()  # variables, or prefixes of them, that it sets for its ranks
+    reaches: str = ""  # other hosts, by "ssh", an "agent" (ssh, if there is no other), "daemons"
     comes_with: str = ""  # where its program comes from
-    shown: str = ""  # in messages, if not by its name
+    shown: str = ""  # its name in messages, if it is another one
 
     @property
     def starts_mpi(self) -> bool:
-        """Whether the processes that it starts are ranks of MPI."""
+        """Whether the processes that it starts are MPI ranks."""
         return self.meeting in ("MPI", "Slurm")
 
 
-# The first whose rank, size and local rank are set wins, so the innermost launcher stands first:
+# The first launcher whose rank, size and local rank are set wins, so inner launchers come first:
 # torchrun may run inside srun, and mpirun inside an sbatch allocation. (`srun --mpi=pmi2` sets
-# PMI_RANK and PMI_SIZE, but not the local rank that MPICH's own mpiexec sets: it is Slurm's.)
+# PMI_RANK and PMI_SIZE, but not the local rank, which MPICH's own mpiexec sets: so srun wins.)
 LAUNCHERS = {
     "torchrun": Launcher(
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -105,8 +104,8 @@ NO_LAUNCHER = Launcher(
 
 @dataclass(frozen=True)
 class World:
-    """One process's place: `rank` of `size` in all, `local_rank` of `local_size` on this host; of 1
-    where its launcher does not say, so that nobody takes all ranks to be here."""
+    """One process's place: `rank` of `size` in the job, `local_rank` of `local_size` on this host.
+    `local_size` is 1 if the launcher does not give it: no code then takes all ranks to be here."""
 
     rank: int
     size: int
@@ -122,19 +121,20 @@ class World:
 
     @property
     def started_by(self) -> Launcher:
-        """What there is to know of its launcher."""
+        """The properties of its launcher."""
         return LAUNCHERS.get(self.launcher, NO_LAUNCHER)
 
 
 def read_world(environ: Mapping[str, str] = os.environ) -> World:
-    """Read this process's place in the world; alone (rank 0 of 1) when no launcher left its
-    variables. Scripts ask `recipe.watch.own_world` first, which refuses those of another job."""
+    """Return this process's place; alone (rank 0 of 1) if no launcher has set its variables.
+    Scripts call `recipe.watch.own_world` first, which refuses variables of another job."""
     return read_worlds(environ)[0]
 
 
 def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
-    """This process's place by each launcher that left its variables, the innermost first, and at
-    last that of a process alone. An empty variable counts as absent, what is no number as -1."""
+    """Return this process's place by each launcher whose variables are set, the innermost first,
+    and last that of a process alone. An empty variable counts as absent; one that is no number as
+    -1."""
     numbers = {
         name: int(text) if text.isdecimal() else -1 for name, text in environ.items() if text
     }
@@ -143,31 +143,32 @@ def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
     places = []
     for launcher in sorted(left, key=lambda name: named[name][2] not in numbers):
         rank, size, local_rank, local_size = named[launcher]
-        counts = tasks_per_node(environ.get(local_size, "")) or [1]  # one, but of Slurm
+        counts = tasks_per_node(environ.get(local_size, "")) or [1]  # several from Slurm alone
         local = counts[min(numbers.get("SLURM_NODEID", 0), len(counts) - 1)]
-        own = numbers.get(local_rank, numbers[rank])
-        places.append((numbers[rank], numbers[size], own, local, launcher))
+        on_host = numbers.get(local_rank, numbers[rank])
+        places.append((numbers[rank], numbers[size], on_host, local, launcher))
     return [World(*place, socket.gethostname()) for place in (*places, (0, 1, 0, 1, "none"))]
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's tasks of each node, from its run-length form: "4(x2),2" means 4, 4 and 2."""
+    """Return the tasks of each node from Slurm's run-length form: "4(x2),2" means 4, 4 and 2."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in runs for _ in range(int(times or 1))]
 
 
 def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None:
-    """The message for a process whose launcher started N but whose engine sees another number.
+    """Return the message for a process whose engine sees another number of ranks than its launcher
+    started; None if both agree.
 
-    Started so, N processes would each train the whole data set alone, at N times the cost, and
-    overwrite each other's files; nothing would look wrong. Returns None when both agree.
+    N such processes would each train the whole data set alone, at N times the cost, and overwrite
+    each other's files; nothing would look wrong.
     """
     if engine_size == world.size:
         return None
     if world.launcher == "none":
         return (
-            f"the engine sees a world of {engine_size}, but the launcher of this process left "
-            f"none of the variables that tell its rank. {remedy}"
+            f"the engine sees a world of {engine_size}, but the launcher of this process has set "
+            f"none of the variables that give its rank. {remedy}"
         )
     return (
         f"{world.launcher} started this process as one of {world.size}, but the engine sees a "
@@ -181,18 +182,18 @@ def _free_shared_memory() -> int:
 
 
 def prepare_mpi(world: World) -> None:
-    """Let MPI_Init find what it needs; call it before anything initialises MPI.
+    """Set the variables that MPI_Init needs; call this before anything initialises MPI.
 
     An Open MPI that was installed from a wheel is not under the prefix that it was built with,
     but in Python's environment. Its mpirun passes that to ranks on its own host, in OPAL_PREFIX,
     but not to those on other hosts; srun passes it to none.
 
     Open MPI polls for messages. Horovod's background thread waits most of the time; if the ranks'
-    threads use all cores its polling keeps one of them from computing. So it yields its core
+    threads use all cores, its polling keeps one of them from computing. So let it yield its core
     between two polls.
 
-    Ranks of one host speak through its memory. Open MPI would open a TCP port to all networks for
-    them all the same; it is needed where /dev/shm has no room for what they share there.
+    Ranks of one host exchange messages through shared memory. Open MPI would still open a TCP port
+    to all networks for them, which is needed only if /dev/shm has too little room.
 
     A process that no MPI launcher started is a singleton, which would start a helper daemon found
     under that prefix. A single process needs no daemon.

@@ -130,7 +130,7 @@ def test_a_host_whose_name_stands_for_loopback(
     meeting_point(world)
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
     if gloo == "error":
-        with pytest.raises(UserError, match=r"127.0.1.1, .*/etc/hosts .*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(UserError, match=r"127.0.1.1, .*/etc/hosts, .*GLOO_SOCKET_IFNAME"):
             meeting_point(world)
         del interfaces["ib0"]  # there is but one way
         gloo = "eth0"
