@@ -46,8 +46,8 @@ EXIT_SAVED = 75
 # Another rank is gone or frozen, as far as this one can tell: EX_PROTOCOL.
 EXIT_LOST_PEER = 76
 RESUME_HINT = (
-    "`--resume auto` with the --name of the run's folder goes on from its last checkpoint, if it "
-    "has kept one"
+    "`--resume auto` with the --name of the run's folder resumes from its last checkpoint, if it "
+    "has saved one"
 )
 # Together these variables distinguish the jobs on a host, whichever launchers started them.
 JOB_VARIABLES = [name for launcher in LAUNCHERS.values() for name in launcher.job]

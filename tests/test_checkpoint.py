@@ -260,7 +260,7 @@ def test_what_is_not_finite_is_never_written(part: str, value: float, tmp_path: 
     momentum = parts.optimizer.state[bias]["momentum_buffer"]
     {"model": bias, "ema": average, "optimizer": momentum}[part].data[1] = value
     begin(tmp_path, Progress(20, 80), parts)
-    with pytest.raises(UserError, match=rf"000020.pt: was not written, for {part}\..* not finite"):
+    with pytest.raises(UserError, match=rf"20.pt: was not written, since {part}\..* not finite"):
         finish_checkpoint()
     assert everything_in(tmp_path) == before
 
@@ -423,8 +423,8 @@ def test_auto_never_starts_over(best: str, tmp_path: Path) -> None:
     if best != "missing":
         best_pt.write_bytes(whole if best == "whole" else b"damaged")
     before = everything_in(tmp_path)
-    words = f"--resume {best_pt}" if best == "whole" else "bring one back from a copy"
-    with pytest.raises(UserError, match=f"no whole checkpoint of a step; .*{words}"):
+    words = f"--resume {best_pt}" if best == "whole" else "restore one from a backup"
+    with pytest.raises(UserError, match=f"no intact checkpoint of a step; .*{words}"):
         find_checkpoint(AUTO, tmp_path)
     assert everything_in(tmp_path) == before
 
@@ -444,7 +444,7 @@ def test_auto_begins_anew_before_the_first_checkpoint(last: str, tmp_path: Path)
 def test_auto_begins_nothing_anew_whose_checkpoints_are_gone(shows: str, tmp_path: Path) -> None:
     """Of a record which shows that there was one; under --keep-checkpoints 0 there never was."""
     (tmp_path / "metrics.jsonl").write_text(a_line("eval", 30) + shows)
-    with pytest.raises(UserError, match="no whole checkpoint of a step; bring one back"):
+    with pytest.raises(UserError, match="no intact checkpoint of a step; restore one"):
         find_checkpoint(AUTO, tmp_path)
     assert find_checkpoint(replace(AUTO, keep_checkpoints=0), tmp_path) is None
 
@@ -593,14 +593,14 @@ def test_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "now", "words"),
     [
-        ({}, {"arch": "resnet18"}, "--arch tiny, and this run has resnet18; start it with the sam"),
-        ({}, {"model_ema": False}, "--model-ema True, and this run has False"),
-        ({"model_ema": False}, {}, "--model-ema False, and this run has True"),
-        ({"model_ema": False}, {"evaluate": True}, "--model-ema False, and this run has True"),
-        ({}, {"blur_pool": True}, "--blur-pool False, and this run has True"),
-        ({}, {"blur_pool": True, "evaluate": True}, "--blur-pool False, and this run has True"),
-        ({}, {"seed": 1}, "--seed 42, and this run has 1; .* or from the weights alone"),
-        ({}, {"optimizer": "adamw"}, "--optimizer sgd, and this run has adamw"),
+        ({}, {"arch": "resnet18"}, "--arch tiny, but this run has resnet18; give the same value,"),
+        ({}, {"model_ema": False}, "--model-ema True, but this run has False"),
+        ({"model_ema": False}, {}, "--model-ema False, but this run has True"),
+        ({"model_ema": False}, {"evaluate": True}, "--model-ema False, but this run has True"),
+        ({}, {"blur_pool": True}, "--blur-pool False, but this run has True"),
+        ({}, {"blur_pool": True, "evaluate": True}, "--blur-pool False, but this run has True"),
+        ({}, {"seed": 1}, "--seed 42, but this run has 1; .* or start from the weights alone"),
+        ({}, {"optimizer": "adamw"}, "--optimizer sgd, but this run has adamw"),
         # An evaluation of the weights needs no more than the weights.
         ({}, {"evaluate": True, "model_ema": False, "seed": 1, "optimizer": "adamw"}, None),
     ],
@@ -641,14 +641,14 @@ def test_a_run_that_is_past_the_end_that_is_asked_for(
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"num_train": 99}, "100 training and 8 validation images, and here are 99 training and 8"),
-        ({"num_val": 9}, "100 training and 8 validation images, and here are 100 training and 9"),
+        ({"num_train": 99}, "100 training and 8 validation images, but this run has 99 training "),
+        ({"num_val": 9}, "training and 8 validation images, but this run has 100 training and 9"),
         (
             {"order_sha256": "other"},
-            f"the order of numpy {np.__version__}, and {np.__version__} here",
+            f"the order of numpy {np.__version__}, but numpy {np.__version__} here",
         ),
-        ({"sha256": "other"}, "or as many of other names, classes or contents"),
-        ({"train_contents_sha256": "other"}, "or as many of other names, classes or contents"),
+        ({"sha256": "other"}, "or as many with other names, classes or contents"),
+        ({"train_contents_sha256": "other"}, "or as many with other names, classes or contents"),
     ],
 )
 def test_changed_data(data: dict[str, Any], words: str) -> None:
@@ -836,7 +836,7 @@ class Evil:
     ("name", "content", "words"),
     [
         ("w.pth", None, "there is no such file"),
-        ("w.pth", b"<html>not found</html>", "is damaged, or is no file that torch.save wrote"),
+        ("w.pth", b"<html>not found</html>", "is damaged, or was not written by torch.save"),
         ("w.safetensors", save(STATE)[:-1], r"is damaged \(.*\); fetch it again"),
         ("w.pth", pickle.dumps(Evil(), protocol=2), ""),
         ("w.pth", {"state_dict": STATE, "extra": Evil()}, ".*posix.mkdir.*run code"),
@@ -982,7 +982,7 @@ def test_the_best_checkpoint_is_taken_or_the_one_that_is_named(
         ("empty", "w.safetensors", "empty: neither a checkpoint nor the folder of a run"),
         ("run", "w.pt", "w.pt: give it a name that ends in .safetensors"),
         ("bare.pt", "w.safetensors", "bare.pt: is not a checkpoint of this project"),
-        ("text.pt", "w.safetensors", "text.pt: is damaged, or is no file that torch.save wrote"),
+        ("text.pt", "w.safetensors", "text.pt: is damaged, or was not written by torch.save"),
         ("run", "nowhere/w.safetensors", "cannot be read or written (No such file or directory)"),
     ],
 )

@@ -215,7 +215,7 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
     folder = tmp_path / "run"
     finished = run(words, 200, kill_ranks_of_torchrun(3, folder))
     assert finished.returncode != 0
-    assert finished.output.count("going on after step") == 2, finished.output
+    assert finished.output.count("resuming after step") == 2, finished.output
     assert finished.output.count("warning: --num-groups has no effect") == 1  # by the watcher alone
     assert read_json(folder / "config.json")["knob_variables"] == {"NCCL_ALGO": "Ring"}
 

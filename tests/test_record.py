@@ -219,7 +219,7 @@ def test_a_whole_run(
     assert said[-3:] == [
         "best top-1 50.00 %, of epoch 1; 0.2 min, 8 images/s",
         f"run folder {folder}; curves: tensorboard --logdir {folder}/tensorboard",
-        "to go on: the same command, with --name run --resume auto and more --epochs",
+        "to train longer: the same command, --name run --resume auto and more --epochs",
     ]
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints: whole or not at all, and free of wrappers, so that they fit either engine.
+"""Checkpoints: written as a whole or not at all, without wrappers, so that they fit either engine.
 
-Training waits only for a copy in memory; a thread of rank 0 writes it to disk meanwhile. Below,
-weights from other trainers' files.
+Training waits only for a copy in memory, which a thread of rank 0 writes to disk. The second part
+reads weights from other trainers' files.
 """
 
 import argparse
@@ -39,7 +39,8 @@ def contents_of(
     data: Data,
     momenta: list[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint holds, copied into the CPU's memory: later steps do not change it."""
+    """Return a checkpoint's contents, copied into the CPU's memory: later steps do not change
+    them."""
     if parts.ema is not None:
         copy_buffers(parts.model, parts.ema.module)
     return {
@@ -70,12 +71,11 @@ def save_checkpoint(
     path: Path, contents: dict[str, Any], keep: int | None = None, older_by: int = 0
 ) -> None:
     """Write to a temporary file beside `path`, sync it, rename it: a crash or a full disk leaves
-    the old file whole. Delete all but the newest `keep`, and one that is `older_by` so many steps
-    than the newest, if there is one."""
+    the old file intact. Then delete the `outdated` checkpoints, unless `keep` is None."""
     if bad := not_finite(contents):
         raise UserError(
-            f"{path}: was not written, for {bad} is not finite: training has diverged; go on from "
-            "an earlier checkpoint with a lower --base-lr, a longer --warmup-epochs or "
+            f"{path}: was not written, since {bad} is not finite: training has diverged; resume "
+            "from an earlier checkpoint with a lower --base-lr, a longer --warmup-epochs or "
             "--clip-grad-norm"
         )
     try:
@@ -92,7 +92,7 @@ def save_checkpoint(
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in a line: on a full disk torch's own error hides the system's."""
+    """Return what went wrong, in a line: on a full disk torch's own error hides the system's."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -101,17 +101,17 @@ def _reason(error: BaseException) -> str:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Checkpoints by step, oldest first; the best is not among them."""
+    """Return the checkpoints of steps, the oldest first; best.pt is not among them."""
     try:
-        names = os.listdir(folder)  # not glob, which takes a folder that cannot be read for empty
+        names = os.listdir(folder)  # not glob, which treats an unreadable folder as empty
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(folder / name for name in names if re.fullmatch(r"step-\d{9}\.pt", name))
 
 
 def outdated(folder: Path, keep: int, older_by: int) -> list[Path]:
-    """The checkpoints to delete: all but the newest `keep`, the newest of those that are `older_by`
-    so many steps, and the oldest of the others, which will be that in time."""
+    """Return the checkpoints to delete. Kept are the newest `keep`, the newest that is at least
+    `older_by` steps older than the last, and the oldest of the rest, which will be that later."""
     files = checkpoints_in(folder)
     older = files[:-keep]
     limit = step_path(folder, max(0, step_in_name(files[-1]) - older_by))
@@ -120,12 +120,12 @@ def outdated(folder: Path, keep: int, older_by: int) -> list[Path]:
 
 
 def step_in_name(path: Path) -> int:
-    """The step of a checkpoint that has a step's name."""
+    """Return the step in a checkpoint's name."""
     return int(path.stem.removeprefix("step-"))
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is kept."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step:09d}.pt"
 
 
@@ -137,11 +137,11 @@ def keep_checkpoint(
     data: Data,
     run_folder: Path,
 ) -> None:
-    """Rank 0 copies what a checkpoint holds, and writes it while training goes on; it deletes the
-    oldest ones.
+    """Save a checkpoint: rank 0 copies its contents, writes them while training continues, and
+    deletes outdated checkpoints.
 
-    The checkpoint before must be on disk by now (`finish_checkpoint`): two copies would take twice
-    the memory.
+    The previous checkpoint must be on disk (`finish_checkpoint`): two copies would take twice the
+    memory.
     """
     world, momenta = ranks.world, None
     if config.use_adasum and world.size > 1:
@@ -150,15 +150,15 @@ def keep_checkpoint(
         return
     path = step_path(run_folder / "checkpoints", progress.step)
     contents = contents_of(parts, progress, config, data, momenta) | {"world_size": world.size}
-    # From a time when what ruins a training later cannot have begun.
+    # Old enough to be from before the start of any divergence that is noticed now.
     older_by = min(1000, data.num_train // samples_per_step(config, world))
     kept = config.keep_checkpoints
     WRITES.append(WRITER.submit(save_checkpoint, path, contents, kept, older_by))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
-    """Wait until the checkpoint that is being written, if any, is on disk, for `timeout` seconds at
-    most; whether it is. UserError if it could not be written."""
+    """Wait until the checkpoint that is being written, if any, is on disk, at most `timeout`
+    seconds. Return whether it is. UserError if it could not be written."""
     if not wait(WRITES, timeout).not_done:
         while WRITES:
             WRITES.pop().result()
@@ -166,11 +166,11 @@ def finish_checkpoint(timeout: float | None = None) -> bool:
 
 
 def _momentum_of_each(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[torch.Tensor]:
-    """On rank 0 every rank's momentum, float32 [weights] each: under Adasum each has its own."""
+    """Return, on rank 0, each rank's momentum, float32 [weights]: under Adasum they differ."""
     buffers = [buffer.flatten() for buffer in momentum(optimizer)]
     if not buffers:
         return []
-    bits = torch.cat(buffers).view(torch.int32)  # as numbers -0.0 + 0.0 would lose its sign
+    bits = torch.cat(buffers).view(torch.int32)  # summed as numbers, -0.0 would lose its sign
     momenta = []
     for rank in range(ranks.world.size):
         total = ranks.sum(bits if rank == ranks.world.rank else torch.zeros_like(bits)).cpu()
@@ -180,31 +180,31 @@ def _momentum_of_each(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[to
 
 
 def momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The optimizer's own buffers, in the order of the weights; none before the first step, nor
-    without --momentum."""
+    """Return the optimizer's momentum buffers, in the order of the weights; none before the first
+    step, or without --momentum."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     buffers = (optimizer.state.get(weight, {}).get("momentum_buffer") for weight in weights)
     return [buffer for buffer in buffers if buffer is not None]
 
 
 def not_finite(contents: Any, name: str = "") -> str | None:
-    """The first tensor in there that holds a NaN or an infinity; None if there is none.
+    """Return the name of the first tensor in `contents` that holds a NaN or an infinity, or None.
 
-    By NumPy, on one thread: in the writer's, torch would take the cores of the training.
+    NumPy checks on one thread: in the writer's thread, torch would take the training's cores.
     """
     if isinstance(contents, torch.Tensor):
         is_finite = not contents.is_floating_point() or np.isfinite(contents.float().numpy()).all()
         return None if is_finite else name
     if isinstance(contents, (dict, list)):
         items = contents.items() if isinstance(contents, dict) else enumerate(contents)
-        found = (not_finite(value, f"{name}.{key}".lstrip(".")) for key, value in items)
-        return next(filter(None, found), None)
+        names = (not_finite(value, f"{name}.{key}".lstrip(".")) for key, value in items)
+        return next(filter(None, names), None)
     return None
 
 
 def mark_best(path: Path) -> None:
-    """Make best.pt a second name of the checkpoint `path`, which costs no space while that is kept;
-    after it has been written. Nothing where none is kept of this step."""
+    """Make best.pt a second name of the checkpoint `path`, once that is written: it takes no space
+    while `path` exists. Do nothing if there is no checkpoint of this step."""
     WRITES.append(WRITER.submit(_mark_best, path, path.with_name("best.pt")))
 
 
@@ -224,7 +224,7 @@ def _mark_best(path: Path, best: Path) -> None:
             sync_folder(best.parent)
 
 
-# -- Weights from files, of this project and of other trainers -------------------------------------
+# -- Weights from files of this project and of other trainers --------------------------------------
 
 # Plain values that other trainers' checkpoints hold beside tensors: their flags and best accuracy.
 HARMLESS: list[Any] = [
@@ -242,9 +242,9 @@ STATE_KEYS = ("model", "state_dict", "model_state_dict")
 
 
 def load_weights(model: nn.Module, config: Config, num_classes: int) -> None:
-    """Weights from a file of this project, pytorch/examples, torchvision's reference, Horovod's
-    example, a bare dict, or a .safetensors file; the prefixes that wrappers give are taken off.
-    With --new-head the last layer keeps those that it began with."""
+    """Load the weights of --weights: a file of this project, pytorch/examples, torchvision's
+    reference or Horovod's example, a bare dict, or a .safetensors file. Prefixes of wrappers are
+    removed. With --new-head the last layer keeps its initial weights."""
     file, name = Path(config.weights or ""), f"--weights {config.weights}"
     refuse((not file.is_file(), f"{name}: there is no such file"))
     if file.suffix == ".safetensors":
@@ -257,21 +257,21 @@ def load_weights(model: nn.Module, config: Config, num_classes: int) -> None:
         state |= {
             key: model.get_parameter(key).data for key in last_layer(model, config, num_classes)
         }
-    anew = "" if config.new_head else ", or start the last layer anew with --new-head"
-    load_state(model, state, name, anew)
+    otherwise = "" if config.new_head else ", or replace the last layer with --new-head"
+    load_state(model, state, name, otherwise)
 
 
 def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict[str, torch.Tensor]:
-    """The state dict in a file's contents, under one of `keys` or at their top, without the
-    prefixes that wrappers give; UserError, with `name` for the file, if there is none."""
+    """Return the state dict in a file's contents, under one of `keys` or at the top level, without
+    prefixes of wrappers. UserError, which calls the file `name`, if there is none."""
     inner = [contents.get(key) for key in keys] if isinstance(contents, dict) else []
-    state = next((one for one in inner if isinstance(one, dict)), contents)
+    state = next((value for value in inner if isinstance(value, dict)), contents)
     if not isinstance(state, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
     ):
         raise UserError(f"{name}: holds no state dict under {' or '.join(keys)}, or at its top")
-    # DDP's, torch.compile's (also of parts of a network), and those of trainers around a network.
-    # Of AlexNet and VGG pytorch/examples has wrapped the convolutions alone.
+    # Prefixes of DDP, of torch.compile (also inside a network), and of trainers around a network.
+    # Of AlexNet and VGG pytorch/examples wraps the convolutions alone.
     return {
         re.sub(
             r"^((module|model)\.)+|(?<=^features\.)module\.", "", key.replace("_orig_mod.", "")
@@ -288,10 +288,10 @@ def read_file(content: BinaryIO, name: str) -> Any:
         refused = re.search(r"GLOBAL (\S+) (was not an allowed global|whose module)", str(error))
         if refused:
             raise UserError(
-                f"{name}: holds a Python object ({refused[1]}), and to read it would be to run "
-                "code from the file; save it again with tensors and plain values only"
+                f"{name}: holds a Python object ({refused[1]}), and reading it would run code from "
+                "the file; save it again with tensors and plain values only"
             ) from None
-        raise UserError(f"{name}: is damaged, or is no file that torch.save wrote") from None
+        raise UserError(f"{name}: is damaged, or was not written by torch.save") from None
 
 
 def _read_safetensors(file: Path, name: str) -> Any:
@@ -308,7 +308,7 @@ def load_state(
     model: nn.Module, state: dict[str, torch.Tensor], name: str, otherwise: str = ""
 ) -> None:
     expected = model.state_dict()
-    # num_batches_tracked came with torch 0.4.1; older published files lack it, and inference does
+    # num_batches_tracked came with torch 0.4.1: older published files lack it, and inference does
     # not need it.
     needed = [key for key in expected if not key.endswith("num_batches_tracked")]
     problems = [f"lacks {key}" for key in needed if key not in state]

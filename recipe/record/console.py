@@ -1,5 +1,5 @@
-"""What rank 0 says while a run goes on: in a terminal by progress bars, elsewhere, as in the log of
-a batch system, by a line now and then."""
+"""What rank 0 prints during a run: progress bars in a terminal, and elsewhere, as in a batch job's
+log, a line now and then."""
 
 import sys
 import time
@@ -15,22 +15,22 @@ LINE_S = 30.0  # between two lines, at least
 
 
 class Console:
-    """The lines and bars of one session."""
+    """The lines and progress bars of one session."""
 
     def __init__(self, config: Config, world: World, data: Data, progress: Progress) -> None:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.has_bars = sys.stderr.isatty()
         self.bar = self.evaluation = tqdm(disable=True)  # none
-        self.latest = ""  # figures of the steps that were written last
+        self.latest = ""  # figures of the last written steps
         self.evaluated, self.said_at = 0, time.monotonic()
 
     def say(self, line: str) -> None:
-        """A line, above the bars."""
+        """Print a line, above the bars."""
         tqdm.write(line) if self.has_bars else print(line, flush=True)
         self.said_at = time.monotonic()
 
     def begin_training(self, last_step: int) -> None:
-        """Steps up to `last_step` begin."""
+        """Start to show steps, up to `last_step`."""
         self.began, self.began_after = time.monotonic(), self.progress.step
         self.last_step = last_step
         self.bar = tqdm(
@@ -43,13 +43,13 @@ class Console:
         )
 
     def end_step(self) -> None:
-        """A step has ended, and is counted."""
+        """Show that a step has ended, after it was counted."""
         is_due = time.monotonic() - self.said_at >= LINE_S
         if self.bar.disable and not is_due:
             return
         step, epoch = self.progress.step, self.progress.samples_seen // self.data.num_train
         place = f"epoch {min(epoch + 1, self.config.epochs):>3}/{self.config.epochs}"
-        # With all that happens between steps, evaluations and checkpoints, too.
+        # This includes everything between steps, such as evaluations and checkpoints.
         step_s = (time.monotonic() - self.began) / (step - self.began_after)
         left = f"{tqdm.format_interval(step_s * (self.last_step - step))} left{self.latest}"
         if not self.bar.disable:
@@ -60,7 +60,7 @@ class Console:
             self.say(f"{place}  step {step:,}/{self.last_step:,}, {left}")
 
     def show_evaluation(self, images: int) -> None:
-        """This rank has evaluated so many more images, and the others about as many each."""
+        """Show that this rank has evaluated `images` more, and each other rank about as many."""
         total = self.data.num_val * (1 + self.config.model_ema)
         images = min(images * self.world.size, total - self.evaluated)
         self.evaluated += images
@@ -74,11 +74,11 @@ class Console:
             self.say(f"evaluating: {self.evaluated:,} of {total:,} images")
 
     def end_evaluation(self) -> None:
-        """The bar of an evaluation goes."""
+        """Remove the evaluation's bar."""
         self.evaluation.close()
         self.evaluated = 0
 
     def close(self) -> None:
-        """Nothing more is shown."""
+        """Remove all bars: nothing more is shown."""
         self.end_evaluation()
         self.bar.close()

@@ -1,5 +1,5 @@
-"""Energy of the training by the counters of GPU and processors, of whole GPUs and whole hosts. What
-no counter gives is NaN here and null in the summary: nothing is estimated."""
+"""Energy of the training, from the counters of GPUs and processors; these cover whole GPUs and
+whole hosts. A missing counter gives NaN here and null in the summary: nothing is estimated."""
 
 import math
 import time
@@ -15,7 +15,8 @@ import torch
 from recipe.record.schema import Energy
 
 POWERCAP = Path("/sys/class/powercap")
-# No processor package draws more: in this time its counter cannot pass its range unseen.
+# No processor package draws more. After a longer time than a counter's range lasts at this power,
+# the counter may have wrapped unnoticed.
 MOST_PACKAGE_WATTS = 1000
 NVML_CLOCK_SM = 1  # value from nvml.h
 
@@ -26,25 +27,26 @@ class EnergyUse:
 
     gpu_joules: float
     gpu_utilization_percent: float  # mean
-    cpu_joules: float  # 0 on the ranks that leave them to their host's first
-    seconds: float  # of all this
+    cpu_joules: float  # of the whole host on its first rank, 0 on its other ranks
+    seconds: float  # over which all of this was measured
 
 
 class EnergyMeter:
-    """What this rank's GPUs and, on one rank of each host, its processors use between `start` and
-    `stop`. Call `stop` after a synchronisation, and `sample` at least every minute: RAPL's
-    counters wrap."""
+    """Measures what this rank's GPUs and, on one rank of each host, its processors use between
+    `start` and `stop`. Call `stop` after a synchronisation, and `sample` at least every minute,
+    since RAPL's counters wrap."""
 
     def __init__(self, devices: Sequence[torch.device], local_rank: int) -> None:
         self.gpus: list[Any] = [_nvml_of(one) if one.type == "cuda" else None for one in devices]
-        # Cores, caches and memory are domains of their own, psys is around all: packages add up.
+        # Cores, caches and memory have domains of their own inside a package, and psys contains
+        # everything: so only packages may be added up.
         domains = sorted(POWERCAP.glob("intel-rapl:*"))
         packages = [file for file in domains if "package-" in (file / "name").read_text()]
         packages = (packages or [POWERCAP / "none"]) if local_rank == 0 else []
         self.files = [package / "energy_uj" for package in packages]
         ranges = [_joules_in(package / "max_energy_range_uj") for package in packages]
-        self.ranges = np.array([math.inf, *ranges])  # where counters start at 0 again
-        self.joules = self.last = np.zeros(len(self.ranges))  # of the GPUs, and of each package
+        self.ranges = np.array([math.inf, *ranges])  # where counters wrap to 0
+        self.joules = self.last = np.zeros(len(self.ranges))  # of the GPUs, then of each package
         self.utilizations: list[float] = []
         self.seconds, self.since = 0.0, math.nan  # NaN while stopped
 
@@ -54,7 +56,7 @@ class EnergyMeter:
             self.since, self.last = time.monotonic(), self._read()
 
     def sample(self) -> None:
-        """Count what came since the last reading."""
+        """Add what was used since the last reading."""
         if not math.isnan(self.since):
             seconds, readings = time.monotonic() - self.since, self._read()
             passed = (readings - self.last) % self.ranges
@@ -65,12 +67,12 @@ class EnergyMeter:
             self.seconds, self.since = self.seconds + seconds, self.since + seconds
 
     def stop(self) -> None:
-        """Take a last reading, and count no more until the next start."""
+        """Take a last reading, and stop counting until the next start."""
         self.sample()
         self.since = math.nan
 
     def use(self) -> EnergyUse:
-        """What was used so far."""
+        """Return what was used so far."""
         utilization = sum(self.utilizations) / (len(self.utilizations) or math.nan)
         gpu, *packages = self.joules.tolist()
         return EnergyUse(gpu, utilization, sum(packages), self.seconds)
@@ -81,7 +83,7 @@ class EnergyMeter:
 
 
 def _or_nan(read: Callable[[], float]) -> float:
-    with suppress(Exception):  # no counter, no driver, or for root only, as on most hosts
+    with suppress(Exception):  # no counter, no driver, or readable only for root, as on most hosts
         return float(read())
     return math.nan
 
@@ -95,27 +97,27 @@ def _nvml_of(device: torch.device) -> Any:
         import pynvml
 
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # torch's order is another
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # NVML orders GPUs otherwise
         gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         return lambda what, *of: getattr(pynvml, f"nvmlDeviceGet{what}")(gpu, *of)
     return None
 
 
 def gpu_clocks_mhz(device: torch.device) -> tuple[float | None, float | None]:
-    """Clock of the GPU's multiprocessors now, and to which it is set (its application clock), or
-    the highest that it has; None where no driver tells."""
+    """Return the current clock of the GPU's multiprocessors, and the clock to which it is set (its
+    application clock) or else its highest; None where no driver reports it."""
     ask = _nvml_of(device)
 
     def clock(what: str) -> float | None:
-        found = _or_nan(lambda: ask(what, NVML_CLOCK_SM))
-        return None if math.isnan(found) else found
+        mhz = _or_nan(lambda: ask(what, NVML_CLOCK_SM))
+        return None if math.isnan(mhz) else mhz
 
     return clock("ClockInfo"), clock("ApplicationsClock") or clock("MaxClockInfo")
 
 
 def energy_summary(uses: Sequence[EnergyUse], images: int) -> Energy:
-    """Of all ranks together, over `images`; None where one could not measure. Watts and utilisation
-    are the mean of the ranks, of which most have one GPU."""
+    """Return the energy of all ranks together, per image of `images`; None where a rank could not
+    measure. Watts and utilisation are means over the ranks, most of which have one GPU."""
     gpu, percent, cpu, seconds = (sum(column) for column in zip(*map(astuple, uses), strict=True))
     ratios = {
         "gpu_joules_per_image": gpu / (images or math.nan),

@@ -2,9 +2,10 @@
 
     python -m recipe.record.export RUN WEIGHTS.safetensors
 
-RUN is a run's folder, of which the best checkpoint is taken (best.pt), or else the last one; or any
-checkpoint of it. If the training kept a moving average, that is written if it did better in the
-evaluation of the checkpoint's step. The names are the network's own; --weights reads the file, too.
+RUN is a run's folder, whose best checkpoint (best.pt) or else last one is used; or a checkpoint
+file. If the training kept a moving average, and that did better in the evaluation after the
+checkpoint's step, the average is written. The names are the network's own; --weights reads the
+file, too.
 """
 
 import sys
@@ -23,25 +24,25 @@ from recipe.record.folder import records
 
 
 def checkpoint_of(run: Path) -> Path:
-    """The checkpoint that `run` is, or whose weights are a run's result; UserError if there is
-    none."""
+    """Return `run` if it is a checkpoint, else the checkpoint with the result of the run in that
+    folder; UserError if there is none."""
     folder = run / "checkpoints"
     paths = [run, folder / "best.pt", *reversed(checkpoints_in(folder))]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise UserError(f"{run}: neither a checkpoint nor the folder of a run that has kept one")
+        raise UserError(f"{run}: neither a checkpoint nor the folder of a run that has saved one")
     return path
 
 
 def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
-    """Write the weights of a run; returns a line about them.
+    """Write the weights of a run; return a line about them.
 
     Args:
         run: A run's folder, or a checkpoint.
-        file: What is written; its name ends in .safetensors.
+        file: The file to write; its name ends in .safetensors.
     """
     if file.suffix != ".safetensors":
-        raise UserError(f"{file}: give it a name that ends in .safetensors, by which it is known")
+        raise UserError(f"{file}: give it a name that ends in .safetensors, as its readers expect")
     path = checkpoint_of(run)
     try:
         with path.open("rb") as content:
@@ -49,16 +50,17 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
         if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
             raise UserError(f"{path}: is not a checkpoint of this project")
         step, arch = checkpoint["progress"]["step"], str(checkpoint["config"]["arch"])
-        # Those that did better in the evaluation after that step; the model's if there was none.
-        own = sorted(
-            (one.top1, one.weights)
-            for one in records(path.absolute().parent.parent, "eval")
-            if one.step == step
+        # The weights that did better in the evaluation after this step; the model's if none is
+        # known.
+        ranked = sorted(
+            (line.top1, line.weights)
+            for line in records(path.absolute().parent.parent, "eval")
+            if line.step == step
         )
-        whose = own[-1][1] if own else "model"
+        whose = ranked[-1][1] if ranked else "model"
         state = state_in(checkpoint, str(path), [whose])
         state.pop("n_averaged", None)  # of a moving average
-        # Each in memory of its own, as the format wants it.
+        # The format needs each tensor in memory of its own.
         state = {
             key: value.clone(memory_format=torch.contiguous_format) for key, value in state.items()
         }

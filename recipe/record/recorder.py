@@ -1,10 +1,10 @@
-"""Writes the run folder: what a run was, what it measured, and how it ended.
+"""Writes the run folder: a run's settings, its measurements, and how it ended.
 
 runs/<name>/config.json        every setting
             lock               of the process that writes here (folder.py)
             environment.json   engine, launcher, transport, hosts, versions
-            metrics.jsonl      the truth: one object a line, of kind step, epoch, eval or event;
-                               its "epoch" counts from 0, as the order of the images does
+            metrics.jsonl      the original record: one object a line, of kind step, epoch, eval or
+                               event; "epoch" counts from 0, as for the order of the images
             summary.json       written last: its presence means that the run is complete
             checkpoints/
             tensorboard/       by epoch, counted from 1 as on the console; by step in steps/
@@ -58,12 +58,12 @@ Figures = dict[str, float]  # loss, top1 and top5
 
 
 class Board:
-    """One of TensorBoard's event files in `folder`, made with its first point. It is written at
-    once and by the caller's own thread: a full disk ends the run there, where torch's
-    SummaryWriter has a thread that prints a traceback and ends.
+    """A TensorBoard event file in `folder`, created with its first point. The caller's thread
+    writes each point at once, so a full disk ends the run with an error. torch's SummaryWriter has
+    a thread of its own, which would only print a traceback and end.
 
-    `first_step`, of a run that goes on, is the x-value from which TensorBoard is to forget what
-    earlier files of the folder hold.
+    `first_step`, for a resumed run, is the x-value from which TensorBoard drops the points of
+    earlier files in the folder.
     """
 
     def __init__(self, folder: Path, first_step: int | None) -> None:
@@ -80,7 +80,7 @@ class Board:
         self._write(step=step, summary=summary_pb2.Summary(value=points))
 
     def describe(self, settings: dict[str, Any], results: dict[str, float | None]) -> None:
-        """Add the hyper-parameters, and the figures that they led to."""
+        """Add the hyper-parameters and the results that they led to."""
         from torch.utils.tensorboard.summary import hparams
 
         plain = {
@@ -118,7 +118,7 @@ class Board:
 
 
 class Silence:
-    """What other ranks have in place of a Recorder: whatever is called of it does nothing."""
+    """Stands in for the Recorder on the other ranks: every call does nothing."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -154,11 +154,11 @@ class Recorder:
         metrics = folder / "metrics.jsonl"
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # Of an interrupted run what comes after its checkpoint will be made again.
+            # Leave out an interrupted run's lines after the checkpoint: they will be made again.
             read = [(line, record_in(line)) for line in lines_in(folder)] if step else []
             kept = [(line, one) for line, one in read if one and one.step <= step]
             earlier = [one for _, one in kept]
-            self.steps = [  # of the epoch so far
+            self.steps = [  # of this epoch so far
                 one for one in earlier if isinstance(one, StepLine) and one.epoch == epoch
             ]
             self.evaluations = [one for one in earlier if isinstance(one, EvalLine)]
@@ -169,19 +169,19 @@ class Recorder:
             self.file: Any = metrics.open("a", buffering=1)
             write_json(folder / "config.json", asdict(self.config), allow_nan=False)
             write_json(folder / "environment.json", asdict(self.environment), allow_nan=False)
-        # What an interrupted run drew of the epochs and steps that are to be made again goes.
+        # TensorBoard drops an interrupted run's points of the epochs and steps to be made again.
         self.board = Board(folder / "tensorboard", epoch + 1 if step else None)
         self.step_board = Board(folder / "tensorboard" / "steps", step + 1 if step else None)
         self._introduce()
         if step:
-            self.say(f"{'weights of' if config.evaluate else 'going on after'} step {step}")
-        # A rank was lost when the ranks had not told each other yet of their parts of the figures.
+            self.say(f"{'weights of' if config.evaluate else 'resuming after'} step {step}")
+        # A rank was lost before the ranks had exchanged their parts of the figures.
         lost = f"no figures of steps {recorded + 1} to {step}: a rank was lost"
         reason = lost if OWN_RANK in os.environ and recorded < step else None
         self.event("resume" if step else "start", resumed_from=config.resume, reason=reason)
 
     def _introduce(self) -> None:
-        """Say what is trained, and on what."""
+        """Print what is trained, and on what."""
         config, ran_on, data = self.config, self.environment, self.data
         batch = samples_per_step(config, self.world)
         first = samples_per_step(config, self.world, epoch=0)
@@ -207,27 +207,27 @@ class Recorder:
         kind = next(name for name, record in METRICS.items() if isinstance(line, record))
         with one_sentence(self.folder):
             self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
-            path, own = self.file.name, os.fstat(self.file.fileno())
-            is_there = os.path.exists(path) and os.path.samestat(os.stat(path), own)
+            path, opened = self.file.name, os.fstat(self.file.fileno())
+            is_there = os.path.exists(path) and os.path.samestat(os.stat(path), opened)
         refuse((
             not is_there,
-            f"{path}: was removed or moved while the run wrote it, and what follows would be lost; "
-            "when its folder is back, --resume auto goes on from its last checkpoint",
+            f"{path}: was removed or moved while the run wrote it, so further lines would be lost; "
+            "restore its folder, and resume from its last checkpoint with --resume auto",
         ))  # fmt: skip
 
     def event(self, name: str, **others: Any) -> None:
-        """Something that happened, with `others` of EventLine's fields."""
+        """Record an event; `others` are further fields of EventLine."""
         fields: dict[str, Any] = {"time_utc": utc_now(), "step": self.progress.step, **others}
         self._write(EventLine(name=name, **fields))
 
     def write_replaced(self, listing: Listing, replaced: dict[int, str]) -> None:
-        """List bad images of `listing` that others took the place of: by index, why."""
+        """Record the bad images of `listing` that were replaced by others: the reason, by index."""
         for index, reason in replaced.items():
             self.event("replaced", image=listing.name(index), reason=reason)
             print(f"warning: replaced: {reason}", file=sys.stderr, flush=True)
 
     def end_step(self) -> None:
-        """Show that a step has ended, and say so if it was left out."""
+        """Show that a step has ended, and say so if it changed no weight."""
         if self.progress.skipped_steps > self.skipped_steps:
             self.skipped_steps, scale = self.progress.skipped_steps, self.config.scales_loss_by
             then = "it is halved" if scale == "dynamic" else f"choose one below {scale:g}"
@@ -238,9 +238,9 @@ class Recorder:
         self.console.end_step()
 
     def write_steps(self, steps: Sequence[StepLine]) -> None:
-        """Write these steps; only those before a loss that is not finite, which JSON lacks."""
+        """Write these steps, up to the first whose loss is not finite: JSON lacks such numbers."""
         with one_sentence(self.folder):
-            (self.folder / "summary.json").unlink(missing_ok=True)  # complete no longer
+            (self.folder / "summary.json").unlink(missing_ok=True)  # the run is no longer complete
         for line in takewhile(lambda line: math.isfinite(line.loss), steps):
             self._write(line)
         self.steps += steps
@@ -253,8 +253,7 @@ class Recorder:
         )
 
     def write_epoch(self, epoch: int) -> None:
-        """Write the training figures of an epoch (0-based) that is complete, and start the next
-        one's."""
+        """Write the training figures of a complete epoch (0-based), and start those of the next."""
         figures, seconds, speed = total(self.steps)
         self._write(
             EpochLine(
@@ -274,9 +273,9 @@ class Recorder:
     def write_evaluations(
         self, epoch: int, evaluations: Sequence[Evaluation], is_repeated: bool = False
     ) -> None:
-        """Write evaluations that have just ended, one after the other."""
+        """Write evaluations that have just ended, in the order in which they ran."""
         self.console.end_evaluation()
-        epoch = min(epoch, self.config.epochs - 1)  # of a run that is complete, the last
+        epoch = min(epoch, self.config.epochs - 1)  # for a complete run, the last epoch
         so_far = self.progress.total_seconds - sum(one.seconds for one in evaluations)
         for one in evaluations:
             figures, count = means(one.sums), int(one.sums[3])
@@ -311,7 +310,7 @@ class Recorder:
         TensorBoard's scalars."""
         self.event("end")
         path, has_trained = self.folder / "summary.json", self.progress.step > self.first_step
-        # One of a run that was complete already: its figures are not this short session's.
+        # A run that was already complete keeps its summary, whose figures are of more steps.
         is_kept = path.exists() and not has_trained
         if not is_kept:
             named = ("engine", "launcher", "transport", "world_size", "threads")
@@ -327,7 +326,7 @@ class Recorder:
             self.say(line)
 
     def _conclusion(self, summary: Summary) -> Iterator[str]:
-        """What was reached, where it is, and how to go on, in lines."""
+        """Yield lines that say what was reached, where it is, and how to train longer."""
         config, folder = self.config, self.folder
         if self.evaluations and not config.evaluate:
             best = max(self.evaluations, key=lambda line: line.top1)
@@ -339,15 +338,15 @@ class Recorder:
         if config.keep_checkpoints and not config.evaluate:
             more = "--max-steps" if self.progress.step == config.max_steps else "--epochs"
             name = quote(folder.name)
-            yield f"to go on: the same command, with --name {name} --resume auto and more {more}"
+            yield f"to train longer: the same command, --name {name} --resume auto and more {more}"
 
     def stop(self) -> bool:
-        """End the record of a run that was asked to stop: without a summary, for it is not complete
-        and goes on with --resume. Whether the stop file asked, on rank 0."""
+        """End the record of a run that was asked to stop: without a summary, since it is not
+        complete and can be resumed. Return, on rank 0, whether the stop file asked for it."""
         kept = (
-            f"the same command with --name {quote(self.folder.name)} --resume auto goes on"
+            f"the same command with --name {quote(self.folder.name)} --resume auto resumes it"
             if self.config.keep_checkpoints
-            else "--keep-checkpoints 0 keeps nothing to go on from"
+            else "no checkpoint was saved, since --keep-checkpoints is 0"
         )
         asked = self.folder / STOP_FILE
         by = asked if asked.exists() else "a signal"
@@ -355,11 +354,11 @@ class Recorder:
         self.event("stop")
         self.close_files()
         with one_sentence(self.folder):
-            asked.unlink(missing_ok=True)  # last: whoever made it may wait
+            asked.unlink(missing_ok=True)  # last, since its maker may wait for this
         return by == asked
 
     def close_files(self) -> None:
-        """Nothing more is written."""
+        """Close all files: nothing more is written."""
         self.console.close()
         with one_sentence(self.folder):
             for file in (self.file, self.board, self.step_board):
@@ -367,7 +366,8 @@ class Recorder:
 
 
 def total(steps: Sequence[StepLine]) -> tuple[Figures, float, float]:
-    """Of several steps: the mean figures of their images, their seconds, and images a second."""
+    """Return several steps' figures, averaged over their images, their total seconds, and images
+    per second."""
     images, seconds = [line.images for line in steps], sum(line.seconds for line in steps)
     figures = {
         name: float(np.average([getattr(line, name) for line in steps], weights=images))
@@ -377,6 +377,6 @@ def total(steps: Sequence[StepLine]) -> tuple[Figures, float, float]:
 
 
 def epoch_points(part: str, figures: Figures, seconds: float, speed: float) -> Figures:
-    """TensorBoard's points of an epoch's training, or of an evaluation."""
+    """Return TensorBoard's points for an epoch's training, or for an evaluation."""
     points = {**figures, "time": seconds, "throughput": speed}
     return {f"{name.capitalize()}/{part}": value for name, value in points.items()}

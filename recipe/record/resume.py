@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: found, read by all ranks, checked, and taken up."""
+"""Resuming from a checkpoint: finds it, sends it to all ranks, checks it, and restores it."""
 
 import errno
 import io
@@ -38,7 +38,7 @@ from recipe.training.state import Progress, Trainables, round_weights
 from recipe.watch import expect_delay
 from recipe.world import World
 
-PIECE_BYTES = 2**28  # sent at once: MPI's counts end at 2 GiB
+PIECE_BYTES = 2**28  # sent at once: MPI cannot count more than 2 GiB
 
 
 def resume(
@@ -49,9 +49,9 @@ def resume(
     run_folder: Path,
     spare: Spare | None = None,
 ) -> Progress:
-    """Go on from the checkpoint that --resume means, on all ranks alike; the start of training if
-    there is none. A later state that a rank has kept when another one was lost comes first. Rank 0
-    then makes the folder ready for what will be written."""
+    """Resume from the checkpoint that --resume means, on all ranks alike, and return its progress;
+    that of a fresh start if there is none. A later state that a rank has kept when another rank was
+    lost takes precedence. Rank 0 then prepares the folder for what will be written."""
     progress, world = Progress(), ranks.world
     if config.resume is not None:
         path, holder, is_kept = None, 0, False
@@ -59,8 +59,8 @@ def resume(
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
             if OWN_RANK in os.environ:
-                own = [int(spare.step) if spare else 0, step_in_name(path) if path else 0]
-                kept, saved = ranks.rows(torch.tensor(own)).T.tolist()
+                steps = [int(spare.step) if spare else 0, step_in_name(path) if path else 0]
+                kept, saved = ranks.rows(torch.tensor(steps)).T.tolist()
                 if is_kept := max(kept) > max(saved):
                     holder = kept.index(max(kept))
                     path = spare.state if spare and holder == world.rank else None
@@ -84,35 +84,36 @@ def resume(
 
 
 def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[float, bool]:
-    """What the folder's record says of the checkpoint that a run goes on from, on rank 0: its best
-    top-1 in percent, -1 without one, and whether it ends an epoch whose evaluation was cut off.
+    """Return what the folder's record says of the checkpoint from which a run resumes: its top-1 in
+    percent, -1 without one, and whether it ends an epoch whose evaluation was interrupted. Call
+    this on rank 0.
 
-    A checkpoint is written first, then evaluated, then marked as the best: what a run that was cut
-    off in between has left out is made up for. Puts the top-1 of best.pt into `progress`.
+    A checkpoint is written first, then evaluated, then marked as the best. This makes up for what a
+    run that was interrupted in between has left out. Puts the top-1 of best.pt into `progress`.
     """
     if progress.step == 0 or config.evaluate:
         return -1.0, False
     best, evaluations = run_folder / "checkpoints" / "best.pt", records(run_folder, "eval")
     top1 = {one.step: one.top1 for one in sorted(evaluations, key=lambda one: one.top1)}
     progress.best_top1 = top1[int(_step_of(best))] if best.exists() else -1.0
-    own = [one for one in evaluations if one.step == progress.step]
-    so_far = [progress.total_seconds, *(one.train_seconds_so_far for one in own)]
+    of_step = [one for one in evaluations if one.step == progress.step]
+    so_far = [progress.total_seconds, *(one.train_seconds_so_far for one in of_step)]
     progress.total_seconds = max(so_far)
-    if own and progress.take_best({"top1": top1[progress.step]}):
+    if of_step and progress.take_best({"top1": top1[progress.step]}):
         mark_best(step_path(best.parent, progress.step))
     ends_epoch = any(one.step == progress.step for one in records(run_folder, "epoch"))
-    return top1.get(progress.step, -1.0), ends_epoch and len(own) < 1 + config.model_ema
+    return top1.get(progress.step, -1.0), ends_epoch and len(of_step) < 1 + config.model_ema
 
 
 def steps_left_out(run_folder: Path) -> list[int]:
-    """Where steps begin, in samples, whose images are left out since they made the loss infinite or
-    NaN, by the folder's record."""
+    """Return, from the folder's record, where the steps begin (in samples) whose images are left
+    out since they made the loss infinite or NaN."""
     return max((one.left_out for one in records(run_folder, "event")), key=len, default=[])
 
 
 def has_kept(run_folder: Path) -> bool:
-    """Whether the folder's record shows that a checkpoint was on disk: a run waits for one before
-    it stops, and before the checkpoint with which the next evaluation comes."""
+    """Return whether the folder's record shows that a checkpoint was on disk. A run waits until its
+    checkpoint is written before it stops, and before it saves the next evaluation's checkpoint."""
     ends = [one for one in records(run_folder, "event") if one.name in ("stop", "end")]
     steps = {one.step for one in records(run_folder, "eval")}
     return any(one.step for one in ends) or len(steps - {0}) > 1
@@ -126,8 +127,9 @@ def go_back(
     run_folder: Path,
     diverged_at: int,
 ) -> Progress:
-    """Take up the newest checkpoint that a finite loss has followed, on all ranks alike, after that
-    of step `diverged_at` was not. Later ones are set aside. UserError if there is none."""
+    """Restore the newest checkpoint that was followed by a finite loss, on all ranks alike, after
+    the loss of step `diverged_at` was not finite. Set later ones aside. UserError if there is
+    none."""
     path, world = None, ranks.world
     if world.is_first:
         files = reversed(checkpoints_in(run_folder / "checkpoints"))
@@ -147,8 +149,8 @@ def go_back(
 
 
 def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
-    """Make rank 0's folder ready for a run that goes on from `progress`; UserError if it holds
-    another one."""
+    """Prepare rank 0's folder for a run that resumes from `progress`; UserError if it holds another
+    run."""
     metrics, checkpoints = run_folder / "metrics.jsonl", run_folder / "checkpoints"
     if config.evaluate and metrics.exists():
         return  # the record of the training that is evaluated stays as it is
@@ -159,7 +161,7 @@ def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
     with one_sentence(run_folder):
         refuse((
             (metrics.exists() or checkpoints_in(checkpoints)) and not goes_on_here,
-            f"{run_folder}: already holds a run; choose another --name, or go on with it by "
+            f"{run_folder}: already holds a run; choose another --name, or resume it with "
             "--resume auto",
         ))  # fmt: skip
         if not config.evaluate:
@@ -167,32 +169,32 @@ def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
 
 
 def set_aside(run_folder: Path, step: int) -> None:
-    """Before a run goes on from `step`: move what an earlier one left of later steps, and a copy of
-    its metrics, into a folder of their own, so that this run neither takes it for its own nor
-    deletes it.
+    """Before a run resumes from `step`, move the files that an earlier start left of later steps,
+    and a copy of its metrics, into a separate folder. So this run neither takes them for its own
+    nor deletes them.
 
-    A run that was lost before its first checkpoint (step 0) leaves metrics only.
+    A run that was lost before its first checkpoint (step 0) leaves only metrics.
     """
     folder = run_folder / "checkpoints"
     later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
     best = folder / "best.pt"
-    # One of which no evaluation is known would have to yield to any other.
+    # A best.pt without a known evaluation has no top-1 to compare others with.
     evaluated = {one.step for one in records(run_folder, "eval") if one.step <= step}
-    is_others = best.exists() and _step_of(best) not in evaluated
+    moves_best = best.exists() and _step_of(best) not in evaluated
     metrics = run_folder / "metrics.jsonl"
-    if later or is_others or (step == 0 and metrics.exists()):
+    if later or moves_best or (step == 0 and metrics.exists()):
         aside = new_folder(folder / datetime.now().strftime("set-aside-%Y%m%d-%H%M%S"))
         if metrics.exists():
             shutil.copyfile(metrics, aside / metrics.name)
-        for file in [*later, best] if is_others else later:
+        for file in [*later, best] if moves_best else later:
             file.rename(aside / file.name)
-        print(f"warning: what an earlier start left of steps after {step} is now in {aside}")
+        print(f"warning: files of an earlier start, of steps after {step}, were moved to {aside}")
 
 
 def _step_of(path: Path) -> float:
-    """The step that a checkpoint is of, most of which stays on disk; infinity if it is damaged."""
+    """Return a checkpoint's step, without reading most of the file; infinity if it is damaged."""
     try:
-        with path.open("rb") as file:  # torch takes no path with bytes that are not UTF-8
+        with path.open("rb") as file:  # torch refuses a path with bytes that are not UTF-8
             place = f"/proc/self/fd/{file.fileno()}"
             return float(torch.load(place, mmap=True, weights_only=True)["progress"]["step"])
     except OSError:
@@ -202,16 +204,16 @@ def _step_of(path: Path) -> float:
 
 
 def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
-    """The file that --resume means, or None for a fresh start (`auto` where nothing was done yet).
+    """Return the file that --resume means, or None for a fresh start (`auto`, and no run yet).
 
-    `auto` passes over a newest file that is damaged and takes the one before it, saying so. What
-    cannot be read is not damaged: OSError. UserError where no file is whole, since to start again
-    would be to destroy the run.
+    `auto` skips damaged files, with a warning, and takes the newest intact one. A file that cannot
+    be read does not count as damaged: OSError. UserError if no file is intact, since a fresh start
+    would destroy the run.
     """
     if config.resume is not None and config.resume != "auto":
         path = Path(config.resume)
-        told = f"--resume {path}: is damaged, or is no checkpoint of this project"
-        refuse((not _is_whole(path), told))
+        problem = f"--resume {path}: is damaged, or is not a checkpoint of this project"
+        refuse((not _is_whole(path), problem))
         return path
     folder = run_folder / "checkpoints"
     best, files = folder / "best.pt", checkpoints_in(folder)
@@ -223,29 +225,29 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
             print(f"warning: {path}: a loss after it was not finite; trying the one before it")
         else:
             return path
-    # A run that was lost before its first checkpoint, as a preempted job may be, begins anew; its
+    # A run that was lost before its first checkpoint, as a preempted job may be, starts afresh; its
     # metrics are set aside.
     if files or best.exists() or (config.keep_checkpoints and has_kept(run_folder)):
-        instead = "bring one back from a copy"
+        instead = "restore one from a backup"
         if best.exists() and _is_whole(best):
-            instead = f"go on from the best with --resume {best}"
+            instead = f"resume from the best with --resume {best}"
         raise UserError(
-            f"--resume auto: {run_folder} holds a run, but no whole checkpoint of a step; "
-            f"{instead}, or start anew under another --name"
+            f"--resume auto: {run_folder} holds a run, but no intact checkpoint of a step; "
+            f"{instead}, or start a new run under another --name"
         )
     return None
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether every checksum in the archive that torch.save wrote holds. OSError if it cannot be
-    read, which is no damage."""
+    """Return whether every checksum in the archive that torch.save wrote is right. OSError if it
+    cannot be read, which is no damage."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
     except MemoryError:
         raise
     except Exception as error:  # damage can look like encryption, an unknown method, ...
-        # ... and a wrong length sends the reader to a place before the file's start (EINVAL).
+        # ... and a wrong length lets the reader seek to before the file's start (EINVAL).
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             error.filename = error.filename or str(path)
             raise
@@ -253,14 +255,14 @@ def _is_whole(path: Path) -> bool:
 
 
 def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[str, Any] | None:
-    """The file of the rank `holder`, on every rank, whether or not the others can read it; None if
-    that has no `path`. The others have none.
+    """Return, on every rank, the contents of the file at the `path` that the rank `holder` gives,
+    whether or not other ranks can read it. The other ranks give no `path`. None if `holder` gives
+    none.
 
-    Only bytes travel, in pieces, of which no rank
-    holds more than one beside the file; and each rank reads them with weights_only=True: nothing
-    that came over the network is ever unpickled freely.
+    Only bytes travel, in pieces, of which a rank holds at most one beside the file. Each rank reads
+    the file with weights_only=True: nothing from the network is ever unpickled freely.
     """
-    send = ranks.sum if holder else ranks.from_first  # of zeros, but for one rank's
+    send = ranks.sum if holder else ranks.from_first  # the other ranks add zeros
     size = path.stat().st_size if path is not None else 0
     size = int(send(torch.tensor([size], dtype=torch.int64)))
     if size == 0:
@@ -270,10 +272,10 @@ def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[
         while (left := size - content.tell()) > 0:
             num_bytes = min(left, PIECE_BYTES)
             piece = np.zeros(math.ceil(num_bytes / 8), dtype=np.int64)  # Horovod adds no bytes
-            own = piece.view(np.uint8)[:num_bytes]
-            if file is not None and file.readinto(own.data) < num_bytes:
+            target = piece.view(np.uint8)[:num_bytes]
+            if file is not None and file.readinto(target.data) < num_bytes:
                 raise UserError(f"{path}: was cut short while it was read; start again")
-            expect_delay()  # before each: the disk of rank 0 may be slow
+            expect_delay()  # before each piece: rank 0's disk may be slow
             content.write(send(torch.from_numpy(piece)).numpy().view(np.uint8)[:num_bytes].data)
     content.seek(0)
     return read_file(content, str(path))
@@ -282,8 +284,9 @@ def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[
 def restore(
     checkpoint: Any, parts: Trainables, config: Config, world: World, data: Data, name: str
 ) -> Progress:
-    """Put a checkpoint's contents into `parts`; the wrapper-free keys fit either engine. UserError
-    if it does not fit this run, or holds what no training writes."""
+    """Put a checkpoint's contents into `parts`, and return its progress. Its keys have no prefixes
+    of wrappers, so they fit either engine. UserError if it does not fit this run, or holds what no
+    training writes."""
     try:
         refuse((
             not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT,
@@ -294,8 +297,8 @@ def restore(
             refuse((misfit, f"--resume {name}: {words}"))
         refuse((
             bad := not_finite(checkpoint),
-            f"--resume {name}: {bad} is not finite, for the training that wrote it had "
-            "diverged; go on from an earlier file with --resume FILE",
+            f"--resume {name}: {bad} is not finite, since the training that wrote it had "
+            "diverged; resume from an earlier file with --resume FILE",
         ))  # fmt: skip
         load_state(parts.model, checkpoint["model"], f"--resume {name}")
         if parts.ema is not None:
@@ -314,28 +317,28 @@ def restore(
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(
-            f"--resume {name}: holds what this project does not write ({type(error).__name__}: "
-            f"{first_line(error)}); go on from another checkpoint"
+            f"--resume {name}: holds values that this project does not write "
+            f"({type(error).__name__}: {first_line(error)}); resume from another checkpoint"
         ) from None
 
 
 def _progress_in(checkpoint: dict[str, Any]) -> Progress:
-    """ValueError for what no training comes to."""
-    found = dict(checkpoint["progress"])
-    if "train_seconds" in found:  # its name until November 2026
-        found.setdefault("total_seconds", found.pop("train_seconds"))
-    progress = convert(found, Progress)
+    """Return a checkpoint's progress; ValueError if no training can have made it."""
+    values = dict(checkpoint["progress"])
+    if "train_seconds" in values:  # its name until November 2026
+        values.setdefault("total_seconds", values.pop("train_seconds"))
+    progress = convert(values, Progress)
     if not (
         0 <= progress.skipped_steps <= progress.step <= progress.samples_seen
         and -1 <= progress.best_top1 <= 100
         and 0 <= progress.total_seconds < math.inf
     ):
-        raise ValueError(f"no training comes to {progress}")
+        raise ValueError(f"no training makes {progress}")
     return progress
 
 
-# Settings that a run which goes on must share with the one that it goes on from. (The pixels that a
-# network with --blur-pool reads cannot be seen in its weights.)
+# Settings that a run must share with the run from which it resumes. (The weights do not show
+# whether a network uses --blur-pool.)
 SAME_WEIGHTS = ("arch", "blur_pool")
 SAME_TRAINING = ("optimizer", "seed", "model_ema", "augment_repeats")
 
@@ -343,10 +346,11 @@ SAME_TRAINING = ("optimizer", "seed", "model_ema", "augment_repeats")
 def _misfits(
     checkpoint: dict[str, Any], config: Config, world: World, data: Data
 ) -> list[tuple[Any, str]]:
-    """Why this run cannot go on from it, and what to do instead; the first says it."""
+    """Return reasons why this run may be unable to resume from the checkpoint: whether each
+    applies, and its message, with what to do instead. The first that applies is shown."""
     saved = checkpoint["config"]
     names = [*SAME_WEIGHTS, *(SAME_TRAINING if not config.evaluate else ())]
-    if config.model_ema:  # to be evaluated, too
+    if config.model_ema:  # an evaluation needs it, too
         names.append("model_ema")
     pairs = {
         name: (saved.get(name, getattr(Config(), name)), getattr(config, name)) for name in names
@@ -354,8 +358,8 @@ def _misfits(
     misfits: list[tuple[Any, str]] = [
         (
             then != now,
-            f"was trained with {spelled(name)} {then}, and this run has {now}; start it with the "
-            "same, or from the weights alone with --weights",
+            f"was trained with {spelled(name)} {then}, but this run has {now}; give the same "
+            "value, or start from the weights alone with --weights",
         )
         for name, (then, now) in pairs.items()
     ]
@@ -371,15 +375,15 @@ def _misfits(
 def _misfits_of_data(
     checkpoint: dict[str, Any], config: Config, data: Data
 ) -> list[tuple[Any, str]]:
-    saved, told = checkpoint["config"], checkpoint["progress"]
-    is_past = told["step"] > (config.max_steps or math.inf) or (
+    saved, reached = checkpoint["config"], checkpoint["progress"]
+    is_past = reached["step"] > (config.max_steps or math.inf) or (
         saved.get("epochs", 0) > config.epochs
-        and told["samples_seen"] > config.epochs * data.num_train
+        and reached["samples_seen"] > config.epochs * data.num_train
     )
-    images = checkpoint.get("data") or data.identity  # which older ones lack
+    images = checkpoint.get("data") or data.identity  # older checkpoints lack it
     order = data.identity["order_sha256"]
-    known = {name: own for name, own in data.identity.items() if name in images}
-    # Contents are known of shards alone.
+    known = {name: value for name, value in data.identity.items() if name in images}
+    # Only of shards the contents are known.
     is_changed = known != {name: images[name] for name in known} or "sha256" not in images
     then, now = (
         f"{one['num_train']:,} training and {one['num_val']:,} validation images"
@@ -388,18 +392,19 @@ def _misfits_of_data(
     return [
         (
             is_past,
-            f"is of step {told['step']}, past the end that --epochs {config.epochs} or "
-            "--max-steps sets: nothing is left to train; raise that, or look at it with --evaluate",
+            f"is of step {reached['step']}, past the end that --epochs {config.epochs} or "
+            "--max-steps sets: nothing is left to train; raise that, or add --evaluate",
         ),
         (
             images.get("order_sha256", order) != order and not config.allow_changed_data,
-            f"was trained on images in the order of numpy {checkpoint.get('numpy')}, and "
-            f"{np.__version__} here draws another; install that one, or add --allow-changed-data",
+            f"was trained on images in the order of numpy {checkpoint.get('numpy')}, but numpy "
+            f"{np.__version__} here gives another order; install the former, or add "
+            "--allow-changed-data",
         ),
         (
             is_changed and not config.allow_changed_data,
-            f"was trained on {then}, and here are {now}, or as many of other names, classes or "
-            "contents; bring the old data back, or add --allow-changed-data",
+            f"was trained on {then}, but this run has {now}, or as many with other names, classes "
+            "or contents; restore the old data, or add --allow-changed-data",
         ),
     ]
 
@@ -411,19 +416,19 @@ def _misfits_of_momenta(
     return [
         (
             momenta and not (config.use_adasum and len(momenta) == world.size),
-            f"holds the momentum of each of {len(momenta or ())} workers under --use-adasum; go on "
-            "with as many and with that flag, or start from its weights with --weights",
+            f"holds the momentum of each of {len(momenta or ())} workers under --use-adasum; "
+            "resume with as many workers and that flag, or start from its weights with --weights",
         ),
         (
             saved.get("use_adasum") and world.size > 1 and config.momentum and not momenta,
-            "was trained with --use-adasum and holds one worker's momentum only, from which "
-            "others cannot go on exactly; start from its weights with --weights",
+            "was trained with --use-adasum but holds only one worker's momentum, from which other "
+            "workers cannot resume exactly; start from its weights with --weights",
         ),
     ]
 
 
 def changed_settings(checkpoint: dict[str, Any], config: Config, world: World) -> str:
-    """What this run does otherwise than the one that wrote the checkpoint, in words."""
+    """Return, in words, the settings in which this run differs from the checkpoint's."""
     names = [name for name in names_of("work") if FLAGS[name].per_rank == "equal"]
     now = {"workers": world.size, **{spelled(name): getattr(config, name) for name in names}}
     saved = checkpoint["config"]
@@ -437,12 +442,12 @@ def changed_settings(checkpoint: dict[str, Any], config: Config, world: World) -
 def _load_optimizer(
     optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any], world: World
 ) -> None:
-    """Take up the optimizer's state; --momentum, --wd and the like stay what this run's flags say,
-    and what its config.json tells."""
+    """Restore the optimizer's state; --momentum, --wd and the like stay as this run's flags and its
+    config.json say."""
     state = checkpoint["optimizer"]
     both = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    # Before it is loaded: whether they are fused decides where torch puts Adam's counts of steps.
-    # LAMB has its own there.
+    # Set before it is loaded: whether groups are fused decides where torch puts Adam's step counts.
+    # LAMB keeps its own step count in the group.
     groups = [
         own | {key: saved[key] for key in saved.keys() & {"params", "step"}} for own, saved in both
     ]
@@ -450,9 +455,9 @@ def _load_optimizer(
     for weight, values in optimizer.state.items():
         for key, value in values.items():
             if value is not None and key != "step" and value.shape != weight.shape:
-                raise ValueError(f"{key} of another shape")
-    if checkpoint.get("momenta"):  # of each rank, as `_momentum_of_each` has gathered it
+                raise ValueError(f"{key} has another shape")
+    if checkpoint.get("momenta"):  # each rank's, as `_momentum_of_each` has gathered them
         buffers = momentum(optimizer)
-        own = checkpoint["momenta"][world.rank].split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, own, strict=True):
+        parts = checkpoint["momenta"][world.rank].split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
