@@ -40,8 +40,8 @@ FAILING = threading.Event()
 # rank is lost. Such a rank prints nothing about the loss.
 OWN_RANK = "TRAINED_UNDER_WATCH"
 keep_state: Callable[[], object] | None = None  # if set, such a rank calls this after a loss
-# A signal asked the run to end, and it has saved a checkpoint. EX_TEMPFAIL of sysexits.h: try
-# again.
+# A signal asked the run to end, and it has saved a checkpoint: EX_TEMPFAIL of sysexits.h, after
+# which a caller may start it again.
 EXIT_SAVED = 75
 # Another rank is gone or frozen, as far as this one can tell: EX_PROTOCOL.
 EXIT_LOST_PEER = 76
@@ -195,8 +195,7 @@ def leave(exit_code: int, within_s: float = FINISH_S) -> NoReturn:
 
 
 def job_on_host(environ: Mapping[str, str] = AS_STARTED) -> str:
-    """Return a name for this job, the same on all its ranks on a host: for what they share
-    there."""
+    """Return a name for this job that is the same for all of its ranks on a host."""
     job = "/".join(environ.get(name, "") for name in JOB_VARIABLES)
     return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(os.fsencode(job))}"
 

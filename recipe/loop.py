@@ -136,8 +136,7 @@ class Rung(Trainables):
         return 0
 
     def prepare(self) -> None:
-        """Make what else the rung needs, before any data is read; UserError if it cannot be
-        made."""
+        """Make what else the rung needs, before data is read; UserError if that is impossible."""
 
     def distribute(self) -> None:
         """Replace the network and the optimizer by versions that train over all ranks. Called once,
@@ -170,8 +169,7 @@ class Rung(Trainables):
         return RungFigures()
 
     def memory_by_rank(self, optimizer: torch.optim.Optimizer) -> RungFigures:
-        """Return each rank's bytes of optimizer state and of weights; of sharded tensors, its
-        part."""
+        """Return each rank's bytes of optimizer state and weights; of sharded ones, its part."""
 
         def by_rank(tensors: Iterable[Any]) -> list[int]:
             parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)

@@ -176,8 +176,7 @@ def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
 
 
 def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
-    """Return a name that all ranks of this attempt share, and no other attempt; its rank 0 makes
-    it.
+    """Return a name that rank 0 makes for this attempt, and that no other attempt has.
 
     TORCHELASTIC_RESTART_COUNT cannot be used: each torchrun counts the failures of its own ranks.
     And a rank cannot tell this attempt's name in the store from an earlier attempt's. So each rank
@@ -199,7 +198,7 @@ def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str
 
 
 def transport_of(device: torch.device) -> str:
-    """Return what carries the process group's messages, in the run folder's words."""
+    """Return what carries the process group's messages, as the run folder names it."""
     if not dist.is_initialized():
         return "none"
     return "NCCL" if device.type == "cuda" else "Gloo"

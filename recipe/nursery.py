@@ -1,8 +1,8 @@
 """Starts ranks fast: forks them from a process that has already imported what they need.
 
 That process watches its rank, and forks a new one in its place when a rank is lost. It has one
-thread, and no MPI, no CUDA and no process group: each rank makes those for itself. If that does not
-hold at a start, the rank becomes a new interpreter, as without a nursery.
+thread, and no MPI, no CUDA and no process group: each rank makes those for itself. If it has more
+threads or CUDA after all, the rank becomes a new interpreter, as without a nursery.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ GENERATION = "TRAINING_GENERATION"  # counts the starts of all ranks, from 0
 POLL_S = 0.02
 ENDED_S = 0.5  # the system may still count a thread for a moment after its end
 NOTICE_S = 5.0  # after another rank's loss, a rank's time to keep its state and end
-# A watcher's least time between two polls for lost ranks, and the most polls of all watchers.
+# The least time between a watcher's polls for lost ranks; the most polls a second, of all watchers.
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LIBC = ctypes.CDLL(None)

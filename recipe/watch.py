@@ -67,8 +67,8 @@ def begin(task: str) -> None:
 
 
 def heartbeat() -> None:
-    """Tell the watch that this rank is alive; the first call, when all ranks have met, starts its
-    clock."""
+    """Tell the watch that this rank is alive. The first call, when all ranks have met, starts the
+    watch's clock."""
     _signs_of_life.append(time.monotonic())
 
 
@@ -93,8 +93,7 @@ def expect_delay() -> None:
 
 
 def expect_pause() -> None:
-    """Tell the watch that only the next batch may be late, as when a slow disk takes a
-    checkpoint."""
+    """Tell the watch that only the next batch may be late: a slow disk may take a checkpoint."""
     global _paused_at
     heartbeat()
     _paused_at = time.monotonic()
@@ -271,8 +270,8 @@ def _watch(
 
 
 def _observe_cores(world: World) -> Iterator[None]:
-    """Warn, after the first minute, if this rank was ready to run for much of it but had no core;
-    to be advanced once a tick."""
+    """Warn, after the first minute, if this rank was ready to run for much of it but had no core.
+    Advance this once a tick."""
     began, before_s = time.monotonic(), _waited_for_core_s()
     while (seconds := time.monotonic() - began) < OBSERVED_S:
         yield
@@ -346,8 +345,8 @@ def _end_frozen(
     )
 
     def end_others() -> None:
-        """End stopped ranks, which ignore SIGTERM while a launcher waits for them, and a launcher
-        that waits for another host."""
+        """End stopped ranks, which no SIGTERM ends and for which a launcher would wait; and a
+        launcher that waits for other hosts."""
         for process in stopped.values():
             with suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:

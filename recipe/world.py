@@ -133,8 +133,7 @@ def read_world(environ: Mapping[str, str] = os.environ) -> World:
 
 def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
     """Return this process's place by each launcher whose variables are set, the innermost first,
-    and last that of a process alone. An empty variable counts as absent; one that is no number as
-    -1."""
+    then that of a process alone. An empty variable counts as absent, a non-number as -1."""
     numbers = {
         name: int(text) if text.isdecimal() else -1 for name, text in environ.items() if text
     }

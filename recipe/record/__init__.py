@@ -1,4 +1,6 @@
-"""The run folder: settings, environment, metrics, checkpoints, summary. All that compare reads.
+"""The run folder: settings, environment, metrics, checkpoints, summary. Of a run, compare/ reads
+nothing else.
 
-Enters: what a run writes, and reads again to go on. Not: what it computes; how it is compared.
+Belongs here: what a run writes, and reads again to resume. Not: what it computes, or how runs are
+compared.
 """

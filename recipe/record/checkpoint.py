@@ -39,8 +39,7 @@ def contents_of(
     data: Data,
     momenta: list[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Return a checkpoint's contents, copied into the CPU's memory: later steps do not change
-    them."""
+    """Return a checkpoint's contents: copies in the CPU's memory, which later steps leave alone."""
     if parts.ema is not None:
         copy_buffers(parts.model, parts.ema.module)
     return {

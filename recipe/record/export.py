@@ -50,8 +50,8 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
         if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
             raise UserError(f"{path}: is not a checkpoint of this project")
         step, arch = checkpoint["progress"]["step"], str(checkpoint["config"]["arch"])
-        # The weights that did better in the evaluation after this step; the model's if none is
-        # known.
+        # The weights that did better in the evaluation after this step; if there is none, the
+        # model's.
         ranked = sorted(
             (line.top1, line.weights)
             for line in records(path.absolute().parent.parent, "eval")

@@ -1,10 +1,10 @@
-"""What a run ran on, and one definition of the same training, in sections: software, settings,
-sources, data, weights. Two runs that are compared must share it, and the ranks of one: they are
-asked before the first step, and at each checkpoint.
+"""A run's environment, and the one definition of "the same training", in sections: software,
+settings, sources, data, weights. It must be equal in two runs that are compared, and on all ranks
+of a run, which are checked before the first step and at each checkpoint.
 
-Each rank lists its own disk, reads its own command line and runs its own installation. Where these
-differ, training looks normal for hours and is worth nothing, or hangs. So the ranks exchange
-digests of all that decides what is computed, and if they differ, the values themselves.
+Each rank lists its own disk, reads its own command line and runs its own installation. If these
+differ, training looks normal for hours and is worthless, or hangs. So the ranks exchange digests of
+everything that decides what is computed and, if the digests differ, the values themselves.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ from recipe.training.optimizers import learning_rate
 from recipe.watch import heartbeat
 from recipe.world import World
 
-# All that decodes, augments and computes.
+# The packages that decode, augment and compute.
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "simplejpeg")
 ROOT = Path(__file__).parents[2]
 MOST_FIELDS = 4  # in a message
@@ -52,33 +52,33 @@ SAMPLE = 500  # files of each folder
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 
 
-# -- The sections: what decides a training, from its software to its data --------------------------
+# -- The sections: what determines a training, from its software to its data -----------------------
 
 
 def software(config: Config) -> dict[str, str]:
-    """The versions of Python and of what computes for both engines."""
+    """Return the versions of Python and of the packages that compute for both engines."""
     packages = (*PACKAGES, "timm") if config.uses_timm else PACKAGES
     return {"python": platform.python_version()} | {one: metadata.version(one) for one in packages}
 
 
 def sources(engine: str) -> dict[str, str]:
-    """A digest of each file that trains."""
-    own = f"{engine}_train"
+    """Return a digest of each source file that takes part in a training."""
+    trainer = f"{engine}_train"
     return {
         str(file.relative_to(ROOT)): _digest(file.read_bytes())
-        for folder in ("recipe", own if (ROOT / own).is_dir() else "baselines")
+        for folder in ("recipe", trainer if (ROOT / trainer).is_dir() else "baselines")
         for file in sorted((ROOT / folder).rglob("*.py"))
     }
 
 
 def cpu_model() -> str:
-    """The processor's name."""
-    named = re.search("^model name.*?: *(.*)", read_proc("/proc/cpuinfo"), re.MULTILINE)
-    return named[1].strip() if named else platform.machine()
+    """Return the processor's name."""
+    match = re.search("^model name.*?: *(.*)", read_proc("/proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def weights_sha256(model: nn.Module, buffers: bool = True) -> str:
-    """Digest of all weights, and of BatchNorm's statistics with `buffers`, bit by bit."""
+    """Return a digest of the bits of all weights and, with `buffers`, of BatchNorm's statistics."""
     digest = hashlib.sha256()
     for name, value in (model.state_dict() if buffers else dict(model.named_parameters())).items():
         digest.update(name.encode())
@@ -103,9 +103,9 @@ def fingerprint(
     threads: int,
     scale: float,
 ) -> dict[str, Any]:
-    """All that must be equal between two runs for their difference to be the engine's; `model` as
-    training begins. Not where files are, nor how gradients travel: the data itself is in
-    data_order_sha256, and what --weights brought in initial_weights_sha256."""
+    """Return everything that must be equal in two runs, so that only the engine can make a
+    difference; `model` is as training begins. File paths are not included, nor how gradients are
+    exchanged: data_order_sha256 stands for the data, initial_weights_sha256 for --weights."""
     rates = [learning_rate(config, config.epochs * part / 1000, scale) for part in range(1001)]
     work = {name: getattr(config, name) for name in names_of("work", "measurement")}
     return {
@@ -128,7 +128,7 @@ def fingerprint(
 # -- Between ranks ---------------------------------------------------------------------------------
 
 
-IDENTITY = {  # of data, as messages call it
+IDENTITY = {  # the fields of a data set's identity, as messages call them
     "num_train": "training images",
     "num_val": "validation images",
     "order_sha256": "numpy's order of images",
@@ -141,11 +141,11 @@ IDENTITY = {  # of data, as messages call it
 def comparison_keys(
     engine: str, config: Config, data: Data, device: torch.device
 ) -> dict[str, str]:
-    """All that the ranks must share to train the same thing: a name, as messages call it, and a
-    value that can be printed."""
-    own = {engine: metadata.version(engine)} if engine == "horovod" else {}
+    """Return everything that must be equal on all ranks for them to train the same thing: printable
+    values by name, as messages call them."""
+    engines = {engine: metadata.version(engine)} if engine == "horovod" else {}
     facts = {"type of device": device.type}
-    facts |= {f"{name}'s version": version for name, version in (software(config) | own).items()}
+    facts |= {f"{name}'s version": text for name, text in (software(config) | engines).items()}
     for name, flag in FLAGS.items():
         value = getattr(config, name)
         if flag.per_rank == "first":
@@ -158,8 +158,9 @@ def comparison_keys(
 
 
 def sample_of_sizes(data: Data) -> list[int]:
-    """Bytes of some image files: on another host names may stand for other contents. So few that a
-    network file system tells them in a second; shards have checksums of their own."""
+    """Return the sizes in bytes of some image files: on another host the same names may have other
+    contents. They are so few that a network file system reports them in a second. Shards have
+    checksums instead."""
     files = [
         listing.name(index)
         for listing in (data.train, data.val)
@@ -170,14 +171,14 @@ def sample_of_sizes(data: Data) -> list[int]:
 
 
 def check_same_training(facts: dict[str, str], device: torch.device, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks alike, if their `facts` differ or if two have one GPU.
+    """Raise UserError, on all ranks alike, if their `facts` differ or if two ranks have one GPU.
 
-    In the CPU's memory, so that it works where one rank found no GPU.
+    The exchange is in the CPU's memory, so that it works if a rank has found no GPU.
     """
     is_cuda = device.type == "cuda"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if is_cuda else ""
-    own = _digest(json.dumps(facts).encode()), gpu, ranks.world.host
-    digests, gpus, hosts = zip(*ranks.gather(own), strict=True)
+    values = _digest(json.dumps(facts).encode()), gpu, ranks.world.host
+    digests, gpus, hosts = zip(*ranks.gather(values), strict=True)
     heartbeat()  # all ranks have met: from now on none may be late
     if len(set(digests)) > 1:
         raise UserError(differences(ranks.gather(facts), hosts))
@@ -185,17 +186,18 @@ def check_same_training(facts: dict[str, str], device: torch.device, ranks: Rank
     refuse((
         second,
         f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
-        "start at most as many ranks on a host as it has GPUs, show each rank another one "
+        "start at most as many ranks on a host as it has GPUs, give each rank its own GPU "
         "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU",
     ))  # fmt: skip
 
 
 def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks alike, if their weights differ: an engine, a library or a
-    machine is at fault then. BatchNorm's statistics may be each rank's own.
+    """Raise UserError, on all ranks alike, if their weights differ: then an engine, a library or a
+    machine is at fault. BatchNorm's statistics may differ.
 
-    A sum over the bits of each parameter, taken where it lies: one pass over the memory, while a
-    cryptographic digest would copy all from the GPU first. (The end of a run has one.)
+    Compares the sum over the bits of each parameter, taken on its device: one pass over the memory,
+    while a cryptographic digest would first copy everything from the GPU. (The end of a run has
+    one.)
     """
     sums = [
         weight.detach().contiguous().view(-1).view(BITS[weight.dtype]).sum(dtype=torch.int64)
@@ -213,28 +215,28 @@ def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
             f"after step {step} the ranks hold different weights in {differ[0]}{more}: "
             f"{_groups(digests, hosts)}. "
             "A machine, a library or the engine computes wrongly: check it. No checkpoint of this "
-            "step is kept: --resume auto goes on from the one before"
+            "step is saved: --resume auto resumes from the one before"
         )
 
 
 def differences(facts: list[dict[str, str]], hosts: Sequence[str]) -> str:
-    """The message for ranks whose `facts` differ: which do, and who has which value."""
+    """Return the message for ranks whose `facts` differ: which facts, and each value's ranks."""
     names = dict.fromkeys(name for rank in facts for name in rank)
-    told = [
+    lines = [
         f"{name}: {_groups(values, hosts)}"
         for name in names
         if len(set(values := [rank.get(name, "missing") for rank in facts])) > 1
     ]
-    more = f"; and {len(told) - MOST_FIELDS} more" if len(told) > MOST_FIELDS else ""
+    more = f"; and {len(lines) - MOST_FIELDS} more" if len(lines) > MOST_FIELDS else ""
     return (
-        f"the ranks would not train the same thing: {'; '.join(told[:MOST_FIELDS])}{more}. Start "
-        "all ranks by one command, and give all hosts the same data, sources and packages"
+        f"the ranks would not train the same thing: {'; '.join(lines[:MOST_FIELDS])}{more}. Start "
+        "all ranks with one command, and give all hosts the same data, sources and packages"
     )
 
 
 def _groups(values: list[str], hosts: Sequence[str]) -> str:
-    """Who has which of `values` (one a rank): those of most ranks first, of equally many those of
-    the lowest rank."""
+    """Return which ranks have which of `values` (one per rank): the values of most ranks first,
+    equally frequent ones by their lowest rank."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -246,7 +248,7 @@ def _groups(values: list[str], hosts: Sequence[str]) -> str:
 
 # -- What a run ran on: environment.json -----------------------------------------------------------
 
-# Before this process sets any for its engine, as the two engines need other ones.
+# From before this process sets variables for its engine, since the two engines need different ones.
 VARIABLES_AT_START = dict(os.environ)
 
 
@@ -261,7 +263,7 @@ def describe(
     threads: int,
     places: Sequence[tuple[str, Sequence[int]]],
 ) -> Environment:
-    """Everything about this run's surroundings that a reader of its figures may want to know;
+    """Return everything about this run's environment that a reader of its figures may want to know;
     `places`: each rank's host, and the cores that it may use."""
     rank_hosts = [host for host, _ in places]
     with_mpi = world.started_by.meeting == "MPI" or transport == "MPI"
@@ -305,15 +307,15 @@ def describe(
 
 
 def allocator() -> str:
-    """The library that hands out memory in this process: what was preloaded, or the C library."""
+    """Return what allocates memory in this process: a preloaded library, or the C library."""
     return next(
         (name for name in ALLOCATORS if f"lib{name}" in read_proc("/proc/self/maps")), "C library"
     )
 
 
 def nccl_version() -> str | None:
-    """The version of the NCCL that this process has loaded, for torch or for Horovod, as in 2.27.3;
-    None if it has loaded none."""
+    """Return the version of the NCCL that this process has loaded, for torch or for Horovod, such
+    as 2.27.3; None if it has loaded none."""
     libraries = set(re.findall(r"/.*/libnccl\.so.*", read_proc("/proc/self/maps")))
     versions, code = [], ctypes.c_int()
     for library in sorted(libraries):
@@ -323,15 +325,15 @@ def nccl_version() -> str | None:
 
 
 def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[str, str]:
-    """The variables that change what an engine does or how fast, as this rank got them.
+    """Return the variables that change what an engine does, or how fast, as this rank got them.
 
-    Without those by which launchers tell ranks who they are, which differ in every run.
+    Those by which launchers give ranks their places are not included: they differ in every run.
     """
     return {name: value for name, value in sorted(environ.items()) if steers_rank(name)}
 
 
 def first_line_of(*command: str) -> str | None:
-    """What a command prints, its first line; None if it is not there, or fails."""
+    """Return the first line that a command prints; None if the command is missing or fails."""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, errors="replace", timeout=30)
         return done.stdout.partition("\n")[0] if done.returncode == 0 else None
@@ -339,6 +341,6 @@ def first_line_of(*command: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The checkout's commit, with a + if files were changed since; None outside a checkout."""
+    """Return the checkout's commit, with a + if files were changed since; None outside one."""
     here = str(Path(__file__).parent)
     return first_line_of("git", "-C", here, "describe", "--always", "--abbrev=12", "--dirty=+")

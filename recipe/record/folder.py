@@ -1,11 +1,11 @@
-"""The run folder: what it is called, and that one run at a time writes into it.
+"""The run folder: its name, and the lock that lets one run at a time write into it.
 
-Rank 0 holds a lock on the file `lock` in it as long as its process lives. The kernel lets go of it
-when that ends, however it ends; the file itself stays and means nothing.
+Rank 0 holds a lock on the folder's file `lock` as long as its process lives. The kernel releases it
+when the process ends, however it ends. The file itself stays and means nothing.
 
-The lock holds between hosts where their file system passes locks on: NFS and CephFS do, Lustre if
-mounted with `flock`; Lustre with `localflock`, and BeeGFS as it is set up by default, hold it
-within a host only. Where a file system has no locks at all, the run says so and goes on.
+The lock works between hosts if their file system passes locks on: NFS and CephFS do, and Lustre if
+mounted with `flock`. Lustre with `localflock`, and BeeGFS by default, hold it within one host only.
+If a file system has no locks at all, the run says so and continues.
 """
 
 import errno
@@ -29,25 +29,25 @@ from recipe.watch import nearest_launcher
 from recipe.world import World
 
 LOCK_FILE = "lock"
-# Whoever makes it (a person, a batch script that was warned of its end) lets the run keep a
-# checkpoint and end, which then removes it. A file, because no signal passes through all launchers:
-# torchrun and horovodrun die of what srun and mpirun hand on.
+# A person, or a batch script that was warned of its end, creates this file to make the run save a
+# checkpoint and end. The run then removes it. It is a file, because no signal passes through all
+# launchers: torchrun and horovodrun die of the signals that srun and mpirun pass on.
 STOP_FILE = "stop"
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
-# The server of a shared file system takes a lock back this long after it lost sight of a host (NFS:
-# 90 s): a run that goes on elsewhere after the loss of its host waits for that.
+# The server of a shared file system releases a lost host's lock within this time (NFS: 90 s). A run
+# that resumes on another host after such a loss waits for that.
 LOST_HOST_WAIT_S = 120.0
 
 
 def open_run_folder(config: Config, ranks: Ranks, engine: str) -> Path:
-    """Where this run is written, on all ranks as rank 0 has named it; made, and locked until rank
-    0's process ends.
+    """Create and return this run's folder, which rank 0 names for all ranks. It is locked until
+    rank 0's process ends.
 
     The folder of a training that --evaluate looks at is left as it is, and may be in use. UserError
-    where another run writes, where nothing can be written, and where nothing is to be evaluated.
+    if another run writes there, if nothing can be written, or if there is nothing to evaluate.
     """
-    own = _claim(config, ranks.world, engine).name if ranks.world.is_first else ""
-    return Path(config.log_dir, ranks.gather(own)[0])
+    name = _claim(config, ranks.world, engine).name if ranks.world.is_first else ""
+    return Path(config.log_dir, ranks.gather(name)[0])
 
 
 def _claim(config: Config, world: World, engine: str) -> Path:
@@ -75,14 +75,14 @@ def _claim(config: Config, world: World, engine: str) -> Path:
 
 
 def one_sentence(folder: Path) -> AbstractContextManager[None]:
-    """Turn the error of a full or broken disk into a UserError that names the file, or the run's
-    folder."""
+    """Turn the error of a full or broken disk into a UserError that names the file, or else the
+    run's folder."""
     remedy = "Make room, or choose another --log-dir"
     return system_errors(folder, "the run cannot be written there", remedy)
 
 
 def record_in(line: str) -> Any:
-    """The record that a line of metrics.jsonl holds, a StepLine or another of METRICS; None if the
+    """Return the record in a line of metrics.jsonl, a StepLine or another of METRICS; None if the
     line is damaged."""
     try:
         values = json.loads(line)
@@ -92,23 +92,23 @@ def record_in(line: str) -> Any:
 
 
 def lines_in(run_folder: Path) -> list[str]:
-    """The lines of a run's record that have an end, if it has one; a run that was killed may have
-    begun another."""
+    """Return the complete lines of a run's metrics.jsonl, if it has one. A run that was killed may
+    have begun another line."""
     metrics = run_folder / "metrics.jsonl"
     text = metrics.read_bytes().decode(errors="replace") if metrics.exists() else ""
     return text.split("\n")[:-1]
 
 
 def records(run_folder: Path, kind: str) -> list[Any]:
-    """The records of one kind in the folder's metrics.jsonl, in their order."""
-    begin = json.dumps({"kind": kind})[:-1]  # of a long run most lines are steps: parse no others
+    """Return the records of one kind in the folder's metrics.jsonl, in their order."""
+    begin = json.dumps({"kind": kind})[:-1]  # parse only these: a long run has mostly step lines
     lines = [line for line in lines_in(run_folder) if line.startswith(begin)]
     return [record for line in lines if (record := record_in(line))]
 
 
 def new_folder(path: Path) -> Path:
-    """Make the folder `path`, or `path`-2, -3, ... where others have it: of several that ask at
-    once each gets its own."""
+    """Create and return the folder `path`, or `path`-2, -3, ... if that exists. Several callers at
+    once each get a folder of their own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -119,13 +119,13 @@ def new_folder(path: Path) -> Path:
 
 
 def _lock(folder: Path, world: World) -> bool:
-    """Take the lock and write down who holds it; its file is never closed, so that the process's
-    end gives it back. False where the file system has no locks."""
+    """Take the lock, and write its holder into the file. The file is never closed, so that the
+    process's end releases the lock. Return False if the file system has no locks."""
     path, started, is_held = folder / LOCK_FILE, time.monotonic(), False
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     while not is_held:
         try:
-            # Of this process alone, while its forks, loader workers say, would share a `flock`.
+            # This lock is this process's alone. Its forks (loader workers) would share a `flock`.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = True
         except (BlockingIOError, PermissionError):
@@ -144,7 +144,7 @@ def _lock(folder: Path, world: World) -> bool:
                 raise
             print(
                 f"warning: {folder}: this file system has no locks ({error.strerror}); nothing "
-                "keeps a second run of this --name from damaging this one",
+                "keeps a second run with this --name from damaging this one",
                 flush=True,
             )
             break
@@ -155,11 +155,11 @@ def _lock(folder: Path, world: World) -> bool:
 
 
 def _remove_stale_stop_file(folder: Path, world: World) -> None:
-    """Remove a stop file that was meant for an earlier run which ended without obeying it.
+    """Remove a stop file that was meant for an earlier run, which ended without obeying it.
 
-    Not one made since this run was launched, by the clock of the file system, which has just dated
-    the lock: its launcher may have started ranks before, which were lost. Nor one in which
-    slurm/job.sh wrote this job's number before that launcher began.
+    Keep one that was made since this run was launched, by the clock of the file system, which has
+    just dated the lock: the launcher may have started earlier ranks, which were lost. Keep also one
+    in which slurm/job.sh wrote this job's number before the launcher started.
     """
     path = folder / STOP_FILE
     try:
@@ -174,5 +174,5 @@ def _remove_stale_stop_file(folder: Path, world: World) -> None:
 
 
 def utc_now() -> str:
-    """The time as 2026-01-31T12:00:00Z."""
+    """Return the time, such as 2026-01-31T12:00:00Z."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""Measures the steps of a session: phases, metrics, throughput, input, energy. And sums them up."""
+"""Measures a session's steps (phases, metrics, throughput, input, energy) and summarises them."""
 
 import math
 import statistics
@@ -41,17 +41,17 @@ Laps = list[tuple[str, Any, Any]]  # of a step: phase, begin, end
 
 
 class StepClock:
-    """Durations of steps and their phases without holding the device up: CUDA events there, the
-    system's clock on a CPU."""
+    """Measures steps and their phases without stalling the device: with CUDA events on a GPU, with
+    the system's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
         self.steps: list[Laps] = [[]]
-        self.ended: Laps = []  # of the last step that has ended
+        self.ended: Laps = []  # of the last complete step
         self.restart()
 
     def now(self) -> Any:
-        """This moment: on CUDA the one when the device is done with what it was given so far."""
+        """Return this moment; on CUDA, when the device has done all work that it has so far."""
         if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -59,11 +59,11 @@ class StepClock:
         return event
 
     def restart(self) -> None:
-        """Leave out what happened since the last step: an evaluation, a checkpoint."""
+        """Leave out what happened since the last step, such as an evaluation or a checkpoint."""
         self.last = self.now()
 
     def lap(self, phase: str) -> None:
-        """End a phase that began where the last one ended; a step may come to one several times."""
+        """End a phase that began where the last one ended. A step may repeat a phase."""
         now = self.now()
         self.steps[-1].append((phase, self.last, now))
         self.last = now
@@ -74,18 +74,18 @@ class StepClock:
         self.steps.append([])
 
     def wait_for(self, moment: Any) -> None:
-        """Wait until the device has come past this moment."""
+        """Wait until the device has passed this moment."""
         if self.on_cuda:
             moment.synchronize()
 
     def take(self) -> list[Laps]:
-        """The laps of each step that has ended since the last call."""
+        """Return the laps of each step that has ended since the last call."""
         *ended, current = self.steps
         self.steps = [current]
         return ended
 
     def seconds(self, laps: Laps) -> dict[str, float]:
-        """Seconds of each phase of these laps; on CUDA the device must have come past them."""
+        """Return each phase's seconds in these laps, which a CUDA device must have passed."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for phase, begin, end in laps:
             seconds[phase] += begin.elapsed_time(end) / 1000 if self.on_cuda else end - begin
@@ -109,7 +109,7 @@ class PhaseSums:
         return self.images / self.seconds.total() if self.images else None
 
     def means(self) -> Phases:
-        """This rank's mean seconds a step so far, which add up to those of the whole step."""
+        """Return this rank's mean seconds per step so far: of the phases, and their sum."""
         if not self.steps:
             return Phases()
         seconds = {f"{phase}_seconds": self.seconds[phase] / self.steps for phase in PHASES}
@@ -117,7 +117,7 @@ class PhaseSums:
 
 
 class StepMeter:
-    """What the steps of this session took; the sums of metrics stay on the device meanwhile."""
+    """Measures this session's steps; sums of metrics stay on the device until they are taken."""
 
     def __init__(
         self,
@@ -134,16 +134,16 @@ class StepMeter:
         self.clock = StepClock(device)
         self.reads_later = device.type == "cuda"
         self.lap = self.clock.lap  # ends a phase of the step, one of PHASES
-        # Sums, learning rate, step, and samples seen.
+        # For each step: sums, learning rate, step, and samples seen.
         self.pending: list[tuple[Sums, float, int, int]] = []
-        # What is on its way to the host: this rank's sums, when they are there, the `pending` that
-        # they are of, and the laps of these steps.
+        # On the way to the host: this rank's sums, the moment when they arrive, their `pending`
+        # steps, and the laps of these.
         self.coming: list[tuple[Sums, Any, list[tuple[Sums, float, int, int]], list[Laps]]] = []
         self.phases = PhaseSums()
         self.input = input_meter  # None for synthetic data
-        self.replaced: dict[int, str] = {}  # bad images that any rank has met, by index, and why
+        self.replaced: dict[int, str] = {}  # why images were bad, by index, on any rank
         self.energy = EnergyMeter([device], world.local_rank)
-        self.step_seconds = 0.0  # of this session's steps, evaluations and checkpoints left out
+        self.step_seconds = 0.0  # of this session's steps, without evaluations and checkpoints
         self.warm_up_seconds = self.wall_seconds = 0.0
         self.wall_images = 0
         self.sends_for_host = world.local_rank == 0
@@ -151,19 +151,19 @@ class StepMeter:
         watch.whereabouts = self.whereabouts
 
     def whereabouts(self) -> str:
-        """Where this rank is, in words: the step, and which of its phases was the last to end."""
+        """Return, in words, where this rank is: the step, and its last complete phase."""
         laps, step = self.clock.steps[-1], self.progress.step
         return f"in step {step + 1}, after {laps[-1][0]}" if laps else f"after step {step}"
 
     def start(self) -> None:
-        """Training begins now."""
+        """Start the clocks: training begins now."""
         self.started, self.cpu_seconds_before = time.perf_counter(), cpu_seconds()
         self.network_bytes_before = network_bytes()
         self.energy.start()
         self.clock.restart()
 
     def end_step(self, sums: Sums, learning_rate: float) -> None:
-        """A step has ended, and is counted in the progress."""
+        """Count a step that has ended, after `progress` has counted it."""
         self.clock.end_step()
         self.pending.append((sums, learning_rate, self.progress.step, self.progress.samples_seen))
         if self.progress.step == self.first_step + WARM_UP_STEPS:
@@ -173,9 +173,8 @@ class StepMeter:
             forget_peak_memory(sums.device)
 
     def take_steps(self, ranks: Ranks, now: bool) -> list[StepLine]:
-        """The steps since the last call, their metrics over all ranks. On a GPU, unless `now`,
-        those of the calls before: whoever waits for what it has just been given to compute leaves
-        it without work meanwhile."""
+        """Return the steps since the last call, with metrics over all ranks. On a GPU, unless
+        `now`, they come one call later: waiting for the GPU's latest work would leave it idle."""
         rows = torch.stack([sums for sums, *_ in self.pending]).to("cpu", non_blocking=True)
         self.coming.append((rows, self.clock.now(), self.pending, self.clock.take()))
         self.pending = []
@@ -184,7 +183,7 @@ class StepMeter:
         lines = []
         for rows, arrival, steps, laps in taken:
             self.clock.wait_for(arrival)
-            # In the CPU's memory: for an exchange on GPUs Horovod's host waits until it is done.
+            # In the CPU's memory: with Horovod the host would wait for an exchange on GPUs.
             rows = ranks.sum(rows)
             for sums, (_, rate, step, samples_seen), of_step in zip(rows, steps, laps, strict=True):
                 phases = self.clock.seconds(of_step)
@@ -194,8 +193,8 @@ class StepMeter:
         return lines
 
     def take_replaced(self, ranks: Ranks) -> dict[int, str]:
-        """The bad images that others took the place of since the last call, over all ranks, and
-        which none had met before: their indices, and why they were bad."""
+        """Return the bad images that any rank has replaced since the last call, and no rank before
+        it: why they were bad, by index."""
         assert self.input is not None
         rows = ranks.gather(list(self.input.replaced.items()))
         self.input.replaced.clear()
@@ -225,14 +224,14 @@ class StepMeter:
         )
 
     def restart(self) -> None:
-        """Keep all since the step out of the next one's duration."""
+        """Keep everything since the last step out of the next step's duration."""
         self.energy.start()
         self.clock.restart()
 
     @property
     def wall_images_per_second(self) -> float | None:
-        """Throughput of all ranks together since the warm-up, by the time that has passed up to
-        the last steps that were taken, but for evaluations; None in the warm-up."""
+        """Throughput of all ranks together since the warm-up, by wall-clock time up to the last
+        steps that were taken, without evaluations; None during the warm-up."""
         return self.wall_images / self.wall_seconds if self.wall_images else None
 
     @property
@@ -242,27 +241,27 @@ class StepMeter:
 
     @property
     def network_bytes(self) -> float:
-        """What this host sent since training began; 0 on ranks that leave that to its first."""
+        """Bytes that this host sent since training began; 0 on all but the host's first rank."""
         return (network_bytes() - self.network_bytes_before) * self.sends_for_host
 
 
 def network_bytes() -> float:
-    """Bytes that this host's network interfaces have sent so far, the loopback's among them; NaN
-    where the system does not say."""
+    """Return the bytes that this host's network interfaces, including the loopback, have sent so
+    far; NaN if the system does not report them."""
     with suppress(OSError):
         if counters := psutil.net_io_counters():
             return float(counters.bytes_sent)
     return math.nan
 
 
-# -- What a session measured in all: summary.json --------------------------------------------------
+# -- All that a session measured: summary.json -----------------------------------------------------
 
-STRAGGLES = 0.1  # of a step's time, by which a rank takes longer than the typical one
+STRAGGLES = 0.1  # a rank straggles if it is slower than the typical rank by this share of a step
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a rank used, as it tells the others; NaN where something was not measured."""
+    """What a rank used, as it reports it to the other ranks; NaN where it was not measured."""
 
     rank: Rank
     energy: EnergyUse
@@ -274,7 +273,7 @@ class Usage:
 
 
 def measure_usage(meter: StepMeter, world: World, model: nn.Module, device: torch.device) -> Usage:
-    """What this rank used in its session."""
+    """Return what this rank used in its session."""
     read = meter.input
     return Usage(
         rank=Rank(
@@ -301,10 +300,10 @@ def summarize(
     used: Sequence[Usage],
     model: nn.Module,
 ) -> Summary:
-    """The run's summary; `work` is its fingerprint, `used` what each rank used.
+    """Return the run's summary; `work` is its fingerprint, `used` what each rank used.
 
     Raises RuntimeError if the ranks ended with different weights: then an engine or this project is
-    at fault, and no figure of the run means anything.
+    at fault, and the run's figures mean nothing.
     """
     digests = [usage.weights_sha256 for usage in used]
     if len(set(digests)) > 1:
@@ -353,8 +352,8 @@ def summarize(
 
 
 def straggler(ranks: Sequence[Rank]) -> str:
-    """A line on the rank that the others waited for, in all phases but that in which they wait;
-    empty if each took about as long as the typical one."""
+    """Return a warning about the rank that the other ranks waited for; "" if all ranks took about
+    as long as the typical one. Counts all phases except `backward`, in which ranks wait."""
     seconds = [
         (one.data_seconds or 0.0) + (one.forward_seconds or 0.0) + (one.optimizer_seconds or 0.0)
         for one in ranks
@@ -364,13 +363,14 @@ def straggler(ranks: Sequence[Rank]) -> str:
     if slowest - typical <= STRAGGLES * (rank.step_seconds or math.inf):
         return ""
     return (
-        f"warning: the others waited for rank {rank.rank} on {rank.host}: data, forward and "
-        f"optimizer took it {1000 * slowest:.3g} ms a step, the typical rank {1000 * typical:.3g}"
+        f"warning: the other ranks waited for rank {rank.rank} on {rank.host}: its data, forward "
+        f"and optimizer phases took {1000 * slowest:.3g} ms a step, the typical rank's "
+        f"{1000 * typical:.3g}"
     )
 
 
 def gradient_bytes(model: nn.Module, work: dict[str, Any]) -> int:
-    """What one worker's gradients take on the wire in a step."""
+    """Return the bytes of one worker's gradients on the wire, in a step."""
     on_wire = WIRE_FORMATS[work.get("wire_format", "fp32")].bytes
     return sum(
         weight.numel() * min(on_wire, weight.element_size())
@@ -380,9 +380,8 @@ def gradient_bytes(model: nn.Module, work: dict[str, Any]) -> int:
 
 
 def summarize_input(seconds: float, used: Sequence[Usage], images: int) -> Input:
-    """What was read for training in each of these `seconds`, over all ranks, and the share of the
-    step time that the mean rank waited for it; None where no files were read, or no step
-    counted."""
+    """Return what all ranks read for training per second, over these `seconds`, and the mean share
+    of a step that ranks waited for it; None where no files were read, or no step counted."""
     ranks = [usage.rank for usage in used]
     waits = [(one.data_seconds or 0.0) / (one.step_seconds or 1.0) for one in ranks if one.steps]
 

@@ -1,4 +1,4 @@
-"""What a run can be asked to write for closer looks: its first steps' tensors, and a profile."""
+"""What a run can write for a closer look: the tensors of its first steps, and a profile."""
 
 import os
 import time
@@ -22,8 +22,8 @@ from recipe.world import World
 def write_trace(
     config: Config, world: World, folder: Path, step: int, model: nn.Module, loss: torch.Tensor
 ) -> None:
-    """Of the first --tensor-steps steps (`step` counts from 1) write trace/rank-R/step-NNNNNN.npz:
-    what one rank computed. UserError if it cannot be written.
+    """For each of the first --tensor-steps steps (`step` counts from 1), write what this rank
+    computed to trace/rank-R/step-NNNNNN.npz. UserError if it cannot be written.
 
     Its arrays: `loss` (mean over this rank's last batch), `gradient/NAME` as the optimizer used it,
     `weight/NAME` and `buffer/NAME` (BatchNorm's statistics) after the step.
@@ -45,7 +45,7 @@ def write_trace(
 
 
 class GradientTimes:
-    """When a rank's gradients of the profiled steps were ready, in ns of the Unix clock."""
+    """Notes when a rank's gradients of the profiled steps are ready, in ns of the Unix clock."""
 
     def __init__(self, model: nn.Module) -> None:
         self.elements = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
@@ -58,20 +58,21 @@ class GradientTimes:
                 self.handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
     def _begin(self, *_: Any) -> None:
-        """A forward pass is over. With several passes a step the last one, which sends, counts."""
+        """Note the end of a forward pass. Of several in a step the last counts, whose backward pass
+        sends the gradients."""
         self.step = {"backward": time.time_ns(), "ready": {}}
 
     def _mark(self, name: str, _: torch.Tensor) -> None:
         self.step["ready"][name] = time.time_ns()
 
     def end_step(self, counts: bool) -> None:
-        """A step has ended; kept if it `counts` and all of its gradients were seen."""
+        """End a step; keep it if it `counts` and all of its gradients were seen."""
         if counts and len(self.step.get("ready", ())) == len(self.elements):
             self.steps.append({**self.step, "end": time.time_ns()})
         self.step = {}
 
     def write(self, path: Path) -> None:
-        """End, and write what there is; nothing without steps."""
+        """Remove the hooks, and write the steps, if there are any."""
         for handle in self.handles:
             handle.remove()
         if self.steps:
@@ -79,13 +80,13 @@ class GradientTimes:
 
 
 class StepProfiler:
-    """torch's profiler over --profile-steps steps of every rank, after the first few: writes
-    profile/rank-R.json, which Perfetto opens, and which compare/timeline.py merges; on a CPU also
-    profile/gradients-rank-R.json, when each gradient was ready.
+    """Runs torch's profiler over --profile-steps steps of every rank, after the warm-up. Writes
+    profile/rank-R.json, which Perfetto opens and compare/timeline.py merges; on a CPU also
+    profile/gradients-rank-R.json, with the times when each gradient was ready.
 
-    `timeline`: the engine's name, and two functions that start (given a path) and end its own
-    record of its messages, which rank 0 then writes into profile/ENGINE-timeline.json (DDP's only
-    on CPUs).
+    `timeline`: the engine's name, and two functions that start (given a path) and end the engine's
+    own record of its messages. Rank 0 writes this to profile/ENGINE-timeline.json (DDP's only on
+    CPUs).
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class StepProfiler:
         self.done = False
 
     def end_step(self, step: int) -> None:
-        """Say that `step` steps have ended; starts and ends the profile."""
+        """Count `step` steps as ended; start or end the profile if it is due."""
         if not self.num_steps:
             return
         if step == self.first - 1:  # one step before: the profiler's own warm-up
@@ -119,23 +120,23 @@ class StepProfiler:
                 self._stop()
 
     def close(self, say: Callable[[str], object]) -> None:
-        """End a profile that the training's end has cut short; `say` a warning if there is none, or
-        a part."""
+        """End a profile that the training's end cuts short; `say` a warning that it is missing or
+        incomplete."""
         if not self.num_steps or self.done:
             return
-        asked = f"warning: --profile-steps {self.num_steps}: the training ended before step"
+        warning = f"warning: --profile-steps {self.num_steps}: the training ended before step"
         if self.profile is None:
-            say(f"{asked} {self.first + 1}, the first to be profiled: no profile")
+            say(f"{warning} {self.first + 1}, the first to be profiled: no profile")
             return
         self._stop()
-        say(f"{asked} {self.first + self.num_steps}: the profile is shorter")
+        say(f"{warning} {self.first + self.num_steps}: the profile is shorter")
 
     def _start(self) -> None:
         expect_delay()
         with one_sentence(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # By a name that C++ libraries take, whatever bytes are in the folder's own. It stays
-            # open: Horovod writes its timeline from a thread of its own.
+            # C++ libraries accept this name, whatever bytes are in the folder's own. The folder
+            # stays open, since Horovod writes its timeline from a thread of its own.
             place = f"/proc/self/fd/{os.open(self.folder, os.O_RDONLY)}"
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -148,7 +149,7 @@ class StepProfiler:
             ),
         )
         self.profile.start()
-        # A GPU works behind the CPU, whose clock does not see when a gradient is ready.
+        # A GPU runs behind the CPU, whose clock does not show when a gradient is ready.
         if next(self.model.parameters()).device.type == "cpu":
             self.gradients = GradientTimes(self.model)
         if self.rank == 0:
@@ -157,7 +158,7 @@ class StepProfiler:
 
     def _stop(self) -> None:
         assert self.profile is not None
-        expect_delay()  # what is written may be large, and another rank's disk slower
+        expect_delay()  # the profile may be large, and another rank's disk slower
         self.profile.stop()
         self.profile, self.done = None, True
         with one_sentence(self.folder):

@@ -127,9 +127,8 @@ def go_back(
     run_folder: Path,
     diverged_at: int,
 ) -> Progress:
-    """Restore the newest checkpoint that was followed by a finite loss, on all ranks alike, after
-    the loss of step `diverged_at` was not finite. Set later ones aside. UserError if there is
-    none."""
+    """Restore, on all ranks alike, the newest checkpoint that was followed by a finite loss, after
+    that of step `diverged_at` was not. Set later ones aside. UserError if there is none."""
     path, world = None, ranks.world
     if world.is_first:
         files = reversed(checkpoints_in(run_folder / "checkpoints"))
@@ -149,8 +148,7 @@ def go_back(
 
 
 def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
-    """Prepare rank 0's folder for a run that resumes from `progress`; UserError if it holds another
-    run."""
+    """Prepare rank 0's folder for a run from `progress` on; UserError if it holds another run."""
     metrics, checkpoints = run_folder / "metrics.jsonl", run_folder / "checkpoints"
     if config.evaluate and metrics.exists():
         return  # the record of the training that is evaluated stays as it is
@@ -271,7 +269,7 @@ def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[
     with path.open("rb") if path is not None else nullcontext() as file:
         while (left := size - content.tell()) > 0:
             num_bytes = min(left, PIECE_BYTES)
-            piece = np.zeros(math.ceil(num_bytes / 8), dtype=np.int64)  # Horovod adds no bytes
+            piece = np.zeros(math.ceil(num_bytes / 8), dtype=np.int64)  # Horovod cannot sum bytes
             target = piece.view(np.uint8)[:num_bytes]
             if file is not None and file.readinto(target.data) < num_bytes:
                 raise UserError(f"{path}: was cut short while it was read; start again")
@@ -383,7 +381,7 @@ def _misfits_of_data(
     images = checkpoint.get("data") or data.identity  # older checkpoints lack it
     order = data.identity["order_sha256"]
     known = {name: value for name, value in data.identity.items() if name in images}
-    # Only of shards the contents are known.
+    # Contents are known only for shards.
     is_changed = known != {name: images[name] for name in known} or "sha256" not in images
     then, now = (
         f"{one['num_train']:,} training and {one['num_val']:,} validation images"

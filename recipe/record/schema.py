@@ -1,13 +1,13 @@
-"""What the files of a run folder hold: the trainers write these records, compare/ reads them.
+"""The records in a run folder's files: trainers write them, and compare/ reads them.
 
     config.json        Settings, and every other setting of recipe.settings.flags.Config
     environment.json   Environment
     metrics.jsonl      lines of METRICS, each with its "kind"
     summary.json       Summary
 
-A figure's name ends in its unit where it has one; top1 and top5 are in percent. None, null in JSON,
-is: not measured. A field with a default may be missing: trainers before it did not write it. All
-others every trainer has written, and a reader may insist on them.
+The name of a figure ends in its unit, if it has one; top1 and top5 are in percent. None (null in
+JSON) means: not measured. A field with a default may be missing, since earlier trainers did not
+write it. All other fields every trainer has written, so a reader may require them.
 """
 
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ PHASES = ("data", "forward", "backward", "optimizer")  # of a step: see `Phases`
 # Steps after a start or a resume that do not count for throughput and phases: caches fill and
 # kernels are chosen.
 WARM_UP_STEPS = 5
-FORMAT = 1  # goes up where a reader of today's records would misread the new ones
+FORMAT = 1  # to be raised when today's readers would misread the new records
 
-# What a field may hold, checked when a record is read. No measurement is infinite or NaN, or so
-# large or small that a quotient of two would be; a plain float may be, where a training diverged.
+# The values of fields, checked when a record is read. No measurement is infinite or NaN, or so
+# large or small that a quotient of two would be. A plain float may be, if a training diverged.
 Finite = Annotated[float, Meta(gt=-1e18, lt=1e18)]
 Amount = Annotated[float, Meta(ge=0, lt=1e18)]
 Positive = Annotated[float, Meta(ge=1e-18, lt=1e18)]
@@ -35,10 +35,10 @@ Text = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$")]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is asked of config.json by name; `flags` holds all of it, under the names of Config."""
+    """The settings in config.json that are read by name; `flags` holds all, by Config's names."""
 
     log_dir: Text
-    name: Text | None  # None: a name was made of engine and time
+    name: Text | None  # None: the name was made of time and engine
     data: Text | None = None
     train_dir: Text | None = None
     arch: Text | None = None
@@ -52,7 +52,7 @@ class Settings:
     first_bucket_mb: Amount | None = None
     profile_steps: Whole | None = None
     knobs: Text | None = None  # the file
-    knob_variables: dict[str, str] = field(default_factory=dict)  # that the file has set
+    knob_variables: dict[str, str] = field(default_factory=dict)  # which that file has set
     flags: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,9 +60,7 @@ class Settings:
 class Environment:
     """What a run ran on, as rank 0 found it, and where its other ranks were."""
 
-    format: Annotated[int, Meta(ge=0, le=FORMAT)] = (
-        0  # of whoever wrote it; 0: of before it was written
-    )
+    format: Annotated[int, Meta(ge=0, le=FORMAT)] = 0  # FORMAT of its writer; 0: not yet recorded
     engine: Text  # "horovod" or "ddp"
     version: Text  # of the engine
     launcher: Text
@@ -82,15 +80,15 @@ class Environment:
     python: Text
     torch: Text
     torchvision: Text
-    horovod: Text | None  # None where it is not used; so mpi and cuda
+    horovod: Text | None  # None if it is not used; likewise mpi and cuda
     mpi: Text | None
     cuda: Text | None
-    nccl: Text | None = None  # None where it does not carry the gradients
-    driver: Text | None = None  # of the GPU; and the clock of its multiprocessors as the run began
-    gpu_clock_mhz: Amount | None = None
-    gpu_clock_limit_mhz: Amount | None = None  # to which it is set, or the highest that it has
+    nccl: Text | None = None  # None if it does not carry the gradients
+    driver: Text | None = None  # of the GPU
+    gpu_clock_mhz: Amount | None = None  # of its multiprocessors, as the run began
+    gpu_clock_limit_mhz: Amount | None = None  # the clock that is set, or else the highest
     kernel: Text | None = None
-    cpu_quota_cores: Amount | None = None  # that the control group grants; None: no limit
+    cpu_quota_cores: Amount | None = None  # granted by the control group; None: no limit
     command: list[Text]
     started_utc: Text
     git_commit: Text | None  # with a + if files were changed since; None outside a checkout
@@ -100,9 +98,9 @@ class Environment:
 class MetricsLine:
     """Metrics over images, and how far training had come."""
 
-    epoch: Whole  # from 0; of a step, the one that it began in
+    epoch: Whole  # from 0; for a step, the epoch in which it began
     step: Whole  # from 1
-    samples_seen: Whole  # of all ranks, with this step
+    samples_seen: Whole  # by all ranks, including this step
     loss: float
     top1: float
     top5: float
@@ -118,7 +116,7 @@ class StepLine(MetricsLine):
     forward_seconds: Amount | None = None
     backward_seconds: Amount | None = None
     optimizer_seconds: Amount | None = None
-    exchanged: bool = True  # False, in older records only: gradients were computed and left alone
+    exchanged: bool = True  # False, in older records only: gradients were computed, not exchanged
     images_per_second: Positive  # of all ranks
 
     @property
@@ -147,16 +145,15 @@ class EvalLine(MetricsLine):
 
 @dataclass(frozen=True, kw_only=True)
 class EventLine:
-    """Something that happened: start, resume, stop, end, diverged, rollback; replaced, of a bad
-    image."""
+    """An event: start, resume, stop, end, diverged, rollback, or replaced (for a bad image)."""
 
     name: Text
     time_utc: Text
     step: Whole
     resumed_from: Text | None = None
-    left_out: list[Whole] = field(default_factory=list)  # steps' images, by the samples seen before
-    image: str | None = None  # the bad one, as rank 0 calls it
-    reason: str | None = None  # why it is bad; of a resume, which steps have no figures
+    left_out: list[Whole] = field(default_factory=list)  # where left-out steps begin, in samples
+    image: str | None = None  # the bad image's name on rank 0
+    reason: str | None = None  # why it is bad; for a resume, which steps have no figures
 
 
 METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": EventLine}
@@ -166,18 +163,18 @@ METRICS = {"step": StepLine, "epoch": EpochLine, "eval": EvalLine, "event": Even
 class Phases:
     """Where the time of a step goes: means over `steps`.
 
-    A step is cut where one phase ends and the next begins, so that its phases always add up to it:
+    Each phase begins where the last one ends, so the phases always add up to the step:
 
         data       until the batch is on the device, normalised: waiting for the loader, the copy
         forward    network, loss and its metrics
-        backward   until the gradients are ready, averaged over the ranks: computing them, and
-                   whatever of their exchange does not hide behind the computation
+        backward   until the gradients are ready, averaged over the ranks: their computation, and
+                   the part of their exchange that does not overlap with it
         optimizer  the rest: unscaling, clipping, the update, the moving average
 
-    How much of `backward` is exposed communication no clock in the trainer can tell, since the
-    exchange runs beside the computation, and slows it. compare/run.py measures it, by turns in
-    which gradients are computed alike but not exchanged. The difference of their `backward` is what
-    the exchange costs a step: waiting for messages, for slower ranks, copies into buffers, and
+    No clock in the trainer shows how much of `backward` is exposed communication, since the
+    exchange runs beside the computation and slows it. compare/run.py measures it with turns in
+    which the same gradients are computed but not exchanged. The difference in `backward` is what
+    the exchange costs a step: waiting for messages and for slower ranks, copies into buffers, and
     cores or memory taken from the computation.
     """
 
@@ -185,14 +182,14 @@ class Phases:
     step_seconds: Amount | None = None
     data_seconds: Amount | None = None
     forward_seconds: Amount | None = None
-    backward_seconds: Amount | None = None  # with what of the exchange does not hide behind it
+    backward_seconds: Amount | None = None  # including exposed communication
     exposed_communication_seconds: Finite | None = None  # in older records only
     optimizer_seconds: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank(Phases):
-    """What one rank used, and its own phases."""
+    """What one rank used, and its phases."""
 
     rank: Whole
     host: Text
@@ -212,7 +209,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """By the counters of GPUs (watts and utilization: the ranks' mean) and processors."""
+    """Energy by the counters of GPUs and processors; watts and utilization are the ranks' means."""
 
     gpu_joules_per_image: Amount | None = None
     gpu_watts: Amount | None = None
@@ -224,7 +221,7 @@ class Energy:
 class SuspectImages:
     """Images that were read with a warning."""
 
-    count: Whole  # one that two ranks have met counts twice
+    count: Whole  # an image that two ranks have read counts twice
     names: list[str]
 
 
@@ -232,19 +229,17 @@ class SuspectImages:
 class RungFigures:
     """What a script in baselines/ measures of its own way of training."""
 
-    optimizer_bytes: list[Whole] | None = None  # by rank: what it holds of the optimizer's state
-    weight_bytes: list[Whole] | None = None  # and of the weights
-    bubble_share: Amount | None = (
-        None  # of a step, 0 to 1: the mean stage of a pipeline has no work
-    )
-    equal_bubble_share: Amount | None = None  # the same for equal stages, and messages in no time
-    staleness: Amount | None = None  # updates since the weights that a gradient is of: the mean
+    optimizer_bytes: list[Whole] | None = None  # each rank's part of the optimizer's state
+    weight_bytes: list[Whole] | None = None  # each rank's part of the weights
+    bubble_share: Amount | None = None  # of a step, 0 to 1, in which a mean pipeline stage is idle
+    equal_bubble_share: Amount | None = None  # the same, for equal stages and instant messages
+    staleness: Amount | None = None  # mean number of updates since a gradient's weights
     largest_staleness: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a complete run measured, of all its ranks."""
+    """What a complete run measured, over all its ranks."""
 
     engine: Text
     launcher: Text
@@ -255,8 +250,8 @@ class Summary:
     steps: Count
     skipped_steps: Whole = 0  # of these: their gradients overflowed, so they changed no weight
     samples_seen: Count
-    images_per_second: Positive | None  # warm-up and evaluations left out; None: too few steps
-    # The same by the clock on the wall: with what lies between steps, such as writing the record.
+    images_per_second: Positive | None  # without warm-up and evaluations; None: too few steps
+    # The same by wall-clock time: including what lies between steps, such as writing the record.
     wall_images_per_second: Positive | None = None
     train_seconds: Positive  # of the steps since the last resume
     total_seconds: Amount  # the training clock: with evaluations, checkpoints and earlier sessions
@@ -268,10 +263,10 @@ class Summary:
     input: Input = Input()
     energy: Energy = Energy()
     suspect_images: SuspectImages | None = None
-    replaced_images: Whole = 0  # bad ones that others took the place of, since the last resume
-    gradient_bytes: Whole | None = None  # of one worker, for a step, as they travel
-    # What the hosts' interfaces sent on the training clock, the loopback's among them, and whoever
-    # sent it; what ranks of one host tell each other through its memory is not there.
+    replaced_images: Whole = 0  # bad images that were replaced by others since the last resume
+    gradient_bytes: Whole | None = None  # of one worker's gradients on the wire, in a step
+    # What the hosts' network interfaces, including the loopback, sent during training, by any
+    # process. Messages through a host's shared memory are not included.
     network_bytes_per_step: Amount | None = None
     rung: RungFigures = RungFigures()
     loss: float | None  # of the last evaluation; None if nothing was evaluated

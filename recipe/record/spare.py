@@ -1,5 +1,4 @@
-"""State that ranks leave in their host's memory for the ranks that replace them
-(recipe/nursery.py).
+"""State that ranks keep in their host's memory for their replacements (recipe/nursery.py).
 
 When another rank is lost, a rank keeps its state after the last complete step, like a checkpoint.
 BatchNorm's statistics differ from rank to rank, so each rank notes its own in each step. A lost
