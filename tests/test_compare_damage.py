@@ -143,7 +143,7 @@ def test_a_plan_may_get_a_later_end_and_its_blocks_stay_good(folder):
     assert comparison.damaged_blocks == [] and comparison.confidence == 0.975
     assert decisions(folder) == {"undecided"}, "5 of 9 blocks"
     change(folder / "plan.json", lambda told: told.update(blocks=5))
-    with pytest.raises(ValueError, match="not those of the last of its ends"):
+    with pytest.raises(ValueError, match="differ from the last entry of ends"):
         load_comparison(folder)
 
 

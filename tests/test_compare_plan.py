@@ -172,7 +172,7 @@ def test_flags_win_over_the_file(here):
         ("[configuration.x]\nbase = 'ddp-torchrun'\nenviron = {}",
          ["no key environ", "did you mean environment?"]),
         ("[configuration.ddp-torchrun]\nbase = 'ddp-torchrun'", ["is a ready one"]),
-        ("[configuration.x]\nbase = 'ddp-torchrun'\nflags = '--seed 1'", ["x: gives a seed"]),
+        ("[configuration.x]\nbase = 'ddp-torchrun'\nflags = '--seed 1'", ["x: sets a seed"]),
         ("[case.'a/b']", ["'a/b'", "folder"]),
         ("flags = \"--a 'b\"", ["--a 'b", "quotation"]),
         ("flags = '--log-dir x'", ["--log-dir cannot be passed", "--out"]),
@@ -388,14 +388,14 @@ def test_no_two_starts_share_a_rendezvous(here):
         ([*STRONG, "--", "--base-lr", "1"], ["--global-learning-rate sets it"]),
         ([*STRONG, "--case", "a=--base_lr=1"], ["--base_lr=1 cannot be passed"]),
         ([*STRONG, "--", "--lr-warmup-method", "gradual"], ["needs a linear one"]),
-        ([*STRONG, "--", "--use-adasum"], ["another rule"]),
+        ([*STRONG, "--", "--use-adasum"], ["does not fit --global-batch-size"]),
         (["--global-batch-size", "0"], ["global_batch_size = '0'", ">= 1"]),
         # Hosts cannot be used.
-        (["--hosts", "a:2,b:1", "--workers", "3"], ["ddp-torchrun", "2 on a, 1 on b are not"]),
+        (["--hosts", "a:2,b:1", "--workers", "3"], ["ddp-torchrun", "would be 2 on a, 1 on b"]),
         (["--hosts", "slurm"], ["inside salloc"]),
         (["--hosts", "a:1,b:1", "--workers", "3", "--configurations", "ddp-mpirun"],
-         ["takes 2 ranks, but 3"]),
-        (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["takes 2 ranks, but 3"]),
+         ["2 ranks, but the plan"]),
+        (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["2 ranks, but the plan"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
         (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
@@ -566,7 +566,7 @@ def test_a_plan_that_cannot_be_read_names_file_and_field(change, told, tmp_path)
     "name", ["data-parallel", "pipeline", "rpc-pipeline", "parameter-server", "ddp-with-rpc"]
 )
 def test_rungs_that_share_a_batch_or_have_servers_take_no_turns(name, here):
-    with pytest.raises(UserError, match=f"^{name}: not each of its ranks trains a batch"):
+    with pytest.raises(UserError, match=f"^{name}: some of its ranks do not train"):
         plan_of("--configurations", name, "fsdp")
     plan_of("--configurations", name, "fsdp", "--measure", "runs")
 
@@ -594,8 +594,8 @@ def test_every_form_of_a_hostfile(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("node1 slots=4\nnode2 slots=x", "'node2:x' does not say one host"),
-        ("-F/home/me/ssh_config slots=2", "'-F/home/me/ssh_config:2' does not say one host"),
+        ("node1 slots=4\nnode2 slots=x", "'node2:x' does not name one host"),
+        ("-F/home/me/ssh_config slots=2", "'-F/home/me/ssh_config:2' does not name one host"),
         ("node1 slots=0", "node1:0"),
         ("node1", "'node1'"),
         ("node1 slots=2 max_slots=4", "max_slots"),

@@ -121,13 +121,13 @@ def test_a_flag_and_a_plan_file_say_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--workers", "4"], r"--workers \(4,\): belongs to this project's trainers"),
-        (["--measure", "runs"], "--measure runs: belongs to"),
-        (["--", "--arch", "resnet18"], "belongs to this project's trainers"),
+        (["--workers", "4"], r"--workers \(4,\): is for this project's trainers"),
+        (["--measure", "runs"], "--measure runs: is for"),
+        (["--", "--arch", "resnet18"], "is for this project's trainers"),
         (["--configurations", "ddp-torchrun"], "--configurations ddp-torchrun: there is no such"),
-        (["--side", "x="], "--side x=: say the command"),
-        (["--side", "a b=python x.py"], "'a b': a folder will bear this name"),
-        ([], "--side mine: is one side alone"),
+        (["--side", "x="], "--side x=: give the command"),
+        (["--side", "a b=python x.py"], "'a b': is used as a folder's name"),
+        ([], "--side mine: is the only side"),
         (["--side", "mine=python b.py"], "--side mine: is given twice"),
     ],
 )

@@ -1,22 +1,22 @@
-"""Blocks: each holds everything once, in an order shuffled by lot. All that is measured in this
-project is measured in blocks."""
+"""Blocks: each holds everything once, in a randomised order. All measurements of this project are
+made in blocks."""
 
 import random
 from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
-ROUNDS = 8  # of a comparison's block of turns: in each every side has a turn
+ROUNDS = 8  # in a block of turns; every side has one turn in each round
 LEAD_IN_STEPS = 1  # of each turn, before its clock starts
-RUN_MARK = "COMPARE_RUN"  # variable that every process of a run inherits
-DELAY = "COMPARE_DELAY"  # variable: which share of a turn a rank waits longer, as a known delay
+RUN_MARK = "COMPARE_RUN"  # environment variable that every process of a run inherits
+DELAY = "COMPARE_DELAY"  # environment variable: the known delay, as a share of a turn
 
 
 def shuffled(things: Iterable[T], *place: object) -> list[T]:
     """Return the things in the order of one block.
 
-    It depends on the block's place alone (a seed, a number, what else tells it from others): a
-    measurement that goes on, or takes more blocks, has the orders that it would have had at once.
+    The order depends on `place` alone (a seed, the block's number, and whatever else identifies
+    it). So a measurement that is resumed or extended has the same orders as one made in one go.
     """
     order = list(things)
     random.Random("/".join(map(str, place))).shuffle(order)
@@ -24,13 +24,13 @@ def shuffled(things: Iterable[T], *place: object) -> list[T]:
 
 
 def balanced(things: Iterable[T], number: int, *place: object) -> list[T]:
-    """Return the things in the order of block `number`, from 1: one such that over the blocks none
-    has an advantage, whatever the machine's drift.
+    """Return the things in the order of block `number` (from 1). Over the blocks no thing has an
+    advantage, however the machine drifts.
 
-    They follow the rows of a Latin square in which everything follows everything else equally often
-    (Williams, Australian Journal of Scientific Research A 2, 1949), each row and then the same
-    backwards: over any such two blocks a steady drift cancels. Two things have AB, BA, BA, AB.
-    `place` (a seed, and what tells these things from others) decides which thing stands for which
+    The orders are the rows of a Latin square in which everything follows everything else equally
+    often (Williams, Australian Journal of Scientific Research A 2, 1949). Each row is followed by
+    the same row backwards: over two such blocks a steady drift cancels. Two things have AB, BA, BA,
+    AB. `place` (a seed, and whatever identifies this set of things) decides which thing is which
     letter of the square.
     """
     labels = shuffled(things, *place)
@@ -42,7 +42,8 @@ def balanced(things: Iterable[T], number: int, *place: object) -> list[T]:
 
 
 def side_by_side(names: Iterable[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Return the names in groups: what is in a pair is in one group, directly or by others."""
+    """Return the names in groups: names that pairs connect, directly or through other names, are in
+    one group."""
     groups = {name: [name] for name in names}
     for first, second in pairs:
         if groups[first] is not groups[second]:

@@ -1,4 +1,4 @@
-"""The ways to start an engine: launchers, their flags, and what they take to other hosts."""
+"""The ways to start an engine: launchers, their flags, and the variables for other hosts."""
 
 import os
 import secrets
@@ -15,14 +15,15 @@ from compare.plan.environment import (
 from recipe.errors import UserError
 from recipe.world import LAUNCHERS, NO_LAUNCHER
 
-# What mpirun must be told to take along to other hosts, beside the variables that steer an engine.
+# Variables that mpirun must pass to other hosts, besides those that steer an engine.
 NEEDED_ELSEWHERE = {"PATH", "PYTHONPATH", "PYTHONUNBUFFERED"}
-# By which Gloo, NCCL and Open MPI take one network interface.
+# Variables that make Gloo, NCCL and Open MPI use one network interface.
 INTERFACE_VARIABLES = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include",
     "OMPI_MCA_oob_tcp_if_include",
 )  # fmt: skip
-# How messages travel, as horovodrun tells its mpirun: what any mpirun starts is compared with that.
+# The transport flags that horovodrun gives its mpirun. Every mpirun gets them, so that what it
+# starts can be compared with what horovodrun starts.
 MPIRUN_OF_HOROVODRUN = ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
 
 
@@ -30,23 +31,23 @@ MPIRUN_OF_HOROVODRUN = ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]
 class Engine:
     """A way of training that configurations start."""
 
-    trainer: str  # its script
-    title: str  # as a person writes it
-    is_peer: bool = False  # one of the engines that are compared, and no rung of the ladder
+    trainer: str  # path of its script
+    title: str  # its name in texts
+    is_peer: bool = False  # an engine to compare, not a rung of the ladder
     allreduce: str = ""  # the script that measures its all-reduce alone
-    ablates: bool = False  # can it leave out the exchange of gradients?
-    servers: int = 0  # ranks beside the workers, which do not train
-    has_one_replica: bool = False  # over all ranks: not each of them trains a batch of its own
-    is_one_worker: bool = False  # by its record, whatever --workers: one process trains, on all
-    # its GPUs or by calls to other ranks
+    ablates: bool = False  # whether it can leave out the exchange of gradients
+    servers: int = 0  # ranks that do not train, besides the workers
+    has_one_replica: bool = False  # over all ranks: they do not each train a batch of their own
+    is_one_worker: bool = False  # its record says one worker, whatever --workers: one process
+    # trains, on all its GPUs or by calls to other ranks
 
 
 def rung(name: str, **facts: Any) -> Engine:
-    """Return a rung of docs/ladder.md: a file in baselines/."""
+    """Return a rung of docs/ladder.md, which is a file in baselines/."""
     return Engine(f"baselines/{name}.py", name.replace("_", "-"), **facts)
 
 
-SCRIPT = "script"  # the engine, and the launcher, of a user's own script: its command says both
+SCRIPT = "script"  # stands for engine and launcher of a user's own script: its command has both
 ENGINES = {
     "ddp": Engine(
         "ddp_train/train.py", "DDP", True, "ddp_train/torch_allreduce.py", ablates=True
@@ -70,82 +71,83 @@ ENGINES = {
     "ddp_with_rpc": rung("ddp_with_rpc", servers=1),
     SCRIPT: Engine("", SCRIPT),
 }  # fmt: skip
-# Those that are compared, in the order of tables.
+# The engines to compare, in the order of tables.
 PEERS = {name: one.title for name, one in ENGINES.items() if one.is_peer}
 
 
-# Where torchrun's node 0 may listen on the first of several hosts: ports that no kernel gives away.
+# Ports for torchrun's node 0 on the first of several hosts: kernels assign none of these.
 RENDEZVOUS_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to start one engine, with trainer flags and variables of its own if it has any."""
+    """One way to start one engine, perhaps with its own trainer flags and variables."""
 
     name: str
     engine: str
     launcher: str
-    controller: str = ""  # horovodrun only: what it passes the messages with
-    transport: str = ""  # what its trainer is told to send gradients over; "": its own choice
+    controller: str = ""  # horovodrun only: its --mpi or --gloo
+    transport: str = ""  # the trainer's --transport; "": the trainer chooses
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
-    command: tuple[str, ...] = ()  # of a script of a user's own; empty: it starts a trainer
+    command: tuple[str, ...] = ()  # of a user's own script; empty: it starts a trainer
 
     @property
     def trained_by(self) -> Engine:
-        """What is known of its engine."""
+        """Its engine's entry in ENGINES."""
         return ENGINES[self.engine]
 
     @property
     def kind(self) -> tuple[str, str, str, str]:
-        """What a configuration is beside flags and variables: those of one kind start alike."""
+        """All but flags and variables: configurations of one kind start in the same way."""
         return self.engine, self.launcher, self.controller, self.transport
 
     @property
     def has_daemons(self) -> bool:
-        """Whether its launcher's daemons start the ranks, where they decide, and not ssh."""
+        """Whether the launcher's daemons, not ssh, start the ranks, on hosts that they choose."""
         return LAUNCHERS.get(self.launcher, NO_LAUNCHER).reaches == "daemons"
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Its trainer's flags that make it this configuration."""
+        """The trainer flags of this configuration."""
         return (*(("--transport", self.transport) if self.transport else ()), *self.flags)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables that this configuration's processes get beside the user's."""
+        """The environment variables that this configuration adds to the user's."""
         network = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
         return network | self.environment
 
     @property
     def assignments(self) -> list[str]:
-        """These, as env(1) takes them."""
+        """The `variables` as arguments of env(1)."""
         return [f"{name}={value}" for name, value in self.variables.items()]
 
     def launch_words(self, workers: int, hosts: str | None) -> list[str]:
-        """Return the words before the trainer's path; `hosts` as in `a:2,b:2`, None: this one.
+        """Return the words before the trainer's path. `hosts` is as in `a:2,b:2`; None: this host.
 
-        No launcher binds a process to a core: horovodrun asks mpirun for `--bind-to none` and
-        torchrun never binds, so a bare mpirun and srun must be told the same. Nor may mpirun count
-        its slots itself (it would refuse more workers than physical cores): horovodrun gives it
-        `localhost:N`.
+        No launcher binds a process to a core: horovodrun gives mpirun `--bind-to none` and torchrun
+        never binds, so a plain mpirun and srun get the same flag. mpirun must not count its slots
+        itself either, since it would refuse more workers than physical cores: like horovodrun, we
+        give it `localhost:N`.
 
-        Variables reach the ranks by themselves on this host. On others, horovodrun passes all of
-        them on, and so does srun; mpirun only those that it is told.
+        On this host the ranks inherit all variables. To other hosts horovodrun and srun pass all
+        variables, mpirun only those that its flags name.
         """
         env = ["env", *self.assignments] if self.variables else []
         return [*env, *self.launcher_words(workers, hosts)]
 
     def launcher_words(self, workers: int, hosts: str | None) -> list[str]:
         """Return the launcher and its flags."""
-        workers += self.trained_by.servers  # a launcher knows no difference
+        workers += self.trained_by.servers  # a launcher treats both alike
         n = str(workers)
         if self.launcher == "python":
             return ["python"]
         if self.launcher == "torchrun":
             if is_only_here(workers, hosts):
-                # Its ranks would look for each other by this host's name, which it may not know.
+                # Without --local-addr its ranks look for each other by this host's name, which may
+                # not resolve here.
                 return [
                     "torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", n
                 ]  # fmt: skip
@@ -163,16 +165,18 @@ class Configuration:
         return ["mpirun", "-np", n, *placed, *MPIRUN_OF_HOROVODRUN, "python"]
 
     def torchrun_words(self, placed: dict[str, int]) -> list[str]:
-        """Return what starts torchrun once on each host: by mpirun, which reaches them by ssh and
-        ends with them. The ranks meet at the first host, by torchrun's own rendezvous, under an id
-        and at a port by lot: jobs that share both would form one training."""
+        """Return the words that start torchrun once on each host.
+
+        mpirun starts them: it reaches the hosts by ssh, and ends with the torchruns. The ranks meet
+        at the first host by torchrun's own rendezvous. Its id and port are random, since jobs with
+        the same ones would join in one training."""
         first, *_ = placed
         on_each = set(placed.values())
         if len(on_each) > 1:
-            told = ", ".join(f"{count} on {host}" for host, count in placed.items())
+            ranks = ", ".join(f"{count} on {host}" for host, count in placed.items())
             raise UserError(
-                f"{self.name}: torchrun takes the same number of ranks on each host, which "
-                f"{told} are not; give other --workers or --hosts, or take ddp-mpirun"
+                f"{self.name}: torchrun needs the same number of ranks on each host, but there "
+                f"would be {ranks}; give other --workers or --hosts, or take ddp-mpirun"
             )
         one_each = ",".join(f"{host}:1" for host in placed)
         return [
@@ -183,8 +187,8 @@ class Configuration:
         ]  # fmt: skip
 
     def srun_words(self, workers: int, hosts: str | None) -> list[str]:
-        """Return srun's flags: MPI's processes find each other by PMIx, unless the user's shell
-        names another way; `hosts`, of the allocation, are filled as other launchers fill them."""
+        """Return srun's flags. MPI's processes find each other by PMIx, unless SLURM_MPI_TYPE says
+        otherwise. `hosts` of the allocation are filled in the same order as by other launchers."""
         words = ["--kill-on-bad-exit=1", "--cpu-bind=none", "--gpu-bind=none"]
         exported = "--export=ALL"
         if self.engine == "horovod" and "SLURM_MPI_TYPE" not in os.environ:
@@ -199,8 +203,8 @@ class Configuration:
         return words
 
     def placing_words(self) -> list[str]:
-        """Return mpirun's flags for several hosts, filled one by one, as horovodrun fills them. It
-        takes along what it is told, and warns of a variable that has no value."""
+        """Return mpirun's flags for several hosts. They are filled one by one, as by horovodrun.
+        mpirun passes on the variables that -x names, and warns if one is not set."""
         needed = NEEDED_ELSEWHERE & (os.environ.keys() | set_variables().keys())
         names = sorted(needed | steering_variables().keys() | self.variables.keys())
         exported = [word for name in names for word in ("-x", name)]
@@ -222,7 +226,7 @@ CONFIGURATIONS = {
         Configuration("horovod-mpirun-mpi", "horovod", "mpirun", transport="mpi"),
         Configuration("horovod-srun", "horovod", "srun"),
         Configuration("mpi4py-mpirun", "mpi4py", "mpirun", transport="mpi"),
-        # The rungs of docs/ladder.md; what starts no launcher is one process, whatever --workers.
+        # The rungs of docs/ladder.md. One that `python` starts is one process, whatever --workers.
         Configuration("data-parallel", "data_parallel", "python"),
         Configuration("parameter-averaging", "parameter_averaging", "torchrun"),
         Configuration("zero-optimizer", "zero_optimizer", "torchrun"),

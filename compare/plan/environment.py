@@ -1,9 +1,8 @@
-"""Where runs are, and what they share: the trainers' sources, the variables of their environment,
-hosts with how many workers each takes (from flags, hostfiles and Slurm's allocations), and ssh, as
-launchers reach hosts by it: without a question, and with an end.
+"""What all runs share: the trainers' sources, environment variables, hosts and ssh.
 
-Everything here speaks of hosts in the one form that all launchers take with -H: `a:4,b:2`. Hosts
-are filled in their order, as horovodrun and mpirun fill them.
+Hosts come from flags, hostfiles and Slurm's allocations, each with its number of workers. They are
+written as all launchers take them with -H: `a:4,b:2`. They are filled in this order, as horovodrun
+and mpirun fill them. ssh never asks a question here, and always times out.
 """
 
 import functools
@@ -24,19 +23,19 @@ from recipe.settings.knobs import steers
 from recipe.world import tasks_per_node
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("recipe", "baselines", "*_train")  # with all that trains, as patterns
-# The trainers set their threads by one rule. A value left over from the shell would be
-# overwritten by torchrun alone, and then the two engines would not run on equal terms.
+FOLDERS = ("recipe", "baselines", "*_train")  # patterns of the folders that hold training code
+# The trainers set their threads by one rule. Of all launchers, torchrun alone overwrites a value
+# left over from the shell, so with one the two engines would not run under equal conditions.
 REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def run_environment() -> dict[str, str]:
-    """Return the environment that every run of either engine is started with."""
+    """Return the environment in which every run of either engine starts."""
     return {k: v for k, v in os.environ.items() if k not in REMOVED_VARIABLES} | set_variables()
 
 
 def set_variables() -> dict[str, str]:
-    """Return the variables that are set for every run, whatever the shell had in them."""
+    """Return the variables that are set for every run, whatever their values in the shell."""
     here = str(Path(sys.executable).parent)
     variables = {
         # The launchers start `python`, `mpirun` and `orted` by name.
@@ -51,16 +50,16 @@ def set_variables() -> dict[str, str]:
 
 
 def shell_lines() -> list[str]:
-    """Return the shell lines that make this environment, for commands that a person pastes."""
+    """Return shell lines that set up this environment, to paste before a command."""
     variables = set_variables() | {"PATH": f"{Path(sys.executable).parent}:$PATH"}
     exports = [f'export {name}="{value}"' for name, value in variables.items()]
     return [f"unset {' '.join(REMOVED_VARIABLES)}", *exports]
 
 
 def steering_variables() -> dict[str, str]:
-    """Return the variables of the user's shell that may change what the engines do or how fast.
-    They are left as the user set them, the same for both engines, and written into the plan, so
-    that a resumed comparison cannot mix them."""
+    """Return the variables of the user's shell that may change what the engines do, or their speed.
+    Both engines get them as the user set them. The plan records them, so that a resumed comparison
+    cannot mix values."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -71,7 +70,7 @@ def steering_variables() -> dict[str, str]:
 
 
 def trainers_sha256() -> str:
-    """Return the digest of the trainers' sources: runs of different code are not mixed."""
+    """Return the digest of the trainers' sources, so that runs of different code are not mixed."""
     digest = hashlib.sha256()
     for path in sorted(path for one in FOLDERS for path in ROOT.glob(f"{one}/**/*.py")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode())
@@ -80,7 +79,7 @@ def trainers_sha256() -> str:
 
 
 def path_from_here(name: str) -> str:
-    """Return the path of a file of this project as a person would type it in this folder."""
+    """Return the path of a file of this project as a person would type it in the current folder."""
     path = ROOT / name
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
@@ -88,23 +87,23 @@ def path_from_here(name: str) -> str:
 # Hosts
 
 MPIRUN_VARIABLE = "OMPI_MCA_plm_rsh_args"
-# No password prompt, at which a launcher would wait for ever, and an end behind a firewall.
+# No password prompt, at which a launcher would wait for ever, and a time-out behind a firewall.
 NEVER_ASKING = "-o BatchMode=yes -o ConnectTimeout=10"
-# What ssh and launchers take for a name, and never for an option, such as -F or -oProxyCommand, by
-# which a hostfile could run a program.
+# A host name, which ssh and launchers cannot mistake for an option. With an option such as -F or
+# -oProxyCommand a hostfile could run a program.
 HOST_NAME = r"[A-Za-z0-9_][\w.@-]*"
-SLURM = "slurm"  # in place of hosts: those of the allocation that run.py was started in
+SLURM = "slurm"  # as the value of --hosts: the hosts of the allocation that run.py runs in
 
 
 def read_hosts(text: str, source: str = "--hosts") -> dict[str, int]:
-    """Return the slots of each host of `a:2,b:2`; raises UserError, which names the source."""
+    """Return the slots of each host of `a:2,b:2`; UserError names `source` if the text is wrong."""
     hosts: dict[str, int] = {}
     for part in map(str.strip, text.split(",")):
         found = re.fullmatch(rf"({HOST_NAME}):([1-9]\d*)", part)
         if found is None or found[1] in hosts:
             raise UserError(
-                f"{source} {text}: {part or 'nothing'!r} does not say one host and how many "
-                "workers it takes; write name:N (in a hostfile also name slots=N), each host once"
+                f"{source} {text}: {part or 'nothing'!r} does not name one host and its number of "
+                "workers; write name:N (in a hostfile also name slots=N), each host once"
             )
         hosts[found[1]] = int(found[2])
     return hosts
@@ -114,8 +113,7 @@ def read_hostfile(path: Path) -> str:
     """Return a hostfile's hosts as `a:2,b:2`; raises UserError.
 
     Lines are `name slots=N` (Open MPI and Horovod) or `name:N` (MPICH and Intel MPI). Blank lines
-    and comments are passed over, though Horovod's own reader stumbles over both: it never sees
-    the file.
+    and comments are ignored. Horovod's own reader fails on both, but it never sees the file.
     """
     try:
         lines = path.read_text().splitlines()
@@ -130,7 +128,7 @@ def read_hostfile(path: Path) -> str:
 def read_allocation() -> str:
     """Return the hosts of this Slurm allocation as `a:2,b:2`; raises UserError.
 
-    A host takes as many workers as the job has tasks there.
+    A host's number of workers is the job's number of tasks on it.
     """
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     tasks = os.environ.get("SLURM_TASKS_PER_NODE")  # such as 4(x2),2
@@ -144,14 +142,14 @@ def read_allocation() -> str:
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "").strip()
-        raise UserError(f"--hosts slurm: the nodes are not known: {error} {said}") from None
+        stderr = getattr(error, "stderr", "").strip()
+        raise UserError(f"--hosts slurm: the nodes are unknown: {error} {stderr}") from None
     nodes_and_tasks = zip(done.stdout.split(), tasks_per_node(tasks), strict=True)
     return ",".join(f"{node}:{count}" for node, count in nodes_and_tasks)
 
 
 def placement(workers: int, hosts: str) -> dict[str, int]:
-    """Return how many of the workers each host gets; hosts that get none are left out."""
+    """Return the number of workers on each host; hosts without workers are left out."""
     placed = {}
     for name, slots in read_hosts(hosts).items():
         if here := min(slots, workers):
@@ -161,56 +159,56 @@ def placement(workers: int, hosts: str) -> dict[str, int]:
 
 
 def used_hosts(workers: int, hosts: str) -> str:
-    """Return those of the hosts that get workers, as `a:2,b:2`: launchers log in to each one that
-    is named to them."""
+    """Return the hosts that get workers, as `a:2,b:2`. Launchers log in to every host that they are
+    given, so the others must not be named."""
     slots = read_hosts(hosts)
     return ",".join(f"{host}:{slots[host]}" for host in placement(workers, hosts))
 
 
 def most_on_a_host(workers: int, hosts: str | None) -> int:
-    """Return how many of the workers share a host."""
+    """Return the largest number of workers on one host."""
     return workers if hosts is None else max(placement(workers, hosts).values())
 
 
 @functools.cache
 def is_here(host: str) -> bool:
-    """Tell whether a host is this one, by whichever of its names or addresses."""
+    """Return whether a host is this one, under any of its names or addresses."""
     names = (socket.gethostname(), socket.getfqdn())
-    # A name without a domain is one of this host's own domain.
+    # A name without a domain is in this host's own domain.
     if host in ("localhost", *names, *(name.partition(".")[0] for name in names)):
         return True
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):  # the latter of `a..b`
+        resolved = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):  # UnicodeError: a name such as `a..b`
         return False
-    own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
-    return any(a in own or ipaddress.ip_address(a).is_loopback for a in found)
+    here = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    return any(a in here or ipaddress.ip_address(a).is_loopback for a in resolved)
 
 
 def is_only_here(workers: int, hosts: str | None) -> bool:
-    """Tell whether all of the workers run on this host."""
+    """Return whether all workers run on this host."""
     return hosts is None or all(map(is_here, placement(workers, hosts)))
 
 
 def ssh_flags() -> str:
-    """Return ssh's flags for mpirun: the user's own first, since ssh takes the first value of an
-    option."""
+    """Return ssh's flags for mpirun. The user's own come first: of an option that is given twice,
+    ssh takes the first value."""
     return f"{os.environ.get(MPIRUN_VARIABLE, '')} {NEVER_ASKING}".strip()
 
 
 def ssh_words(host: str, command: str) -> list[str]:
-    """Return what runs a command, in a shell's words, on another host."""
+    """Return the words that run a shell command on another host."""
     return ["ssh", *shlex.split(ssh_flags()), "--", host, command]
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return a failed command's last words, without ssh's name and a full stop."""
+    """Return a failed command's last line, without a leading "ssh: " and a full stop."""
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1].removeprefix("ssh: ").rstrip(".")
 
 
 def ssh_remedy(host: str, message: str) -> str:
-    """Return what to do about a message of ssh."""
+    """Return the remedy for an error message of ssh."""
     remedies = {
         "no ssh on the PATH": "install OpenSSH's client, or use srun inside a Slurm allocation",
         "Could not resolve": f"write {host} into /etc/hosts, or give its address",

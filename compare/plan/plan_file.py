@@ -1,5 +1,5 @@
-"""Plans in files: TOML as people write it, and plan.json as a comparison's folder keeps it, which
-can be repeated; what is wrong in a plan, and in what two of them differ."""
+"""Plans in files: TOML, which people write, and plan.json, which a comparison's folder keeps and
+which can be repeated. Also the checks of a plan, and the differences between two plans."""
 
 import hashlib
 import json
@@ -49,33 +49,33 @@ else:
 
 T = TypeVar("T")
 PLANS = ROOT / "compare/plans"
-# Of a configuration, case or side.
+# Keys of a configuration, case or side.
 KEYS_OF_PARTS = ("base", "flags", "environment", "command")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# In strong scaling, flags that the plan sets itself.
+# Trainer flags that are refused in strong scaling, and why.
 OF_GLOBAL_BATCH = {
     "--batch-size": "--global-batch-size sets it",
     "--base-lr": "--global-learning-rate sets it",
-    "--use-adasum": "its learning rate follows another rule than --global-batch-size needs",
+    "--use-adasum": "its rule for the learning rate does not fit --global-batch-size",
     "--warmup-method": "--global-batch-size needs a linear one, and sets it",
 }
-# Fields that do not go with scripts of a user's own.
+# Fields that cannot be combined with a user's own scripts.
 OF_TRAINERS = (
     "configuration", "case", "workers", "network_interface", "global_batch_size",
     "trainer_arguments", "measure", "full_runs", "no_phases",
 )  # fmt: skip
 FIELD_OF = {field.name: field for field in FIELDS}
-# What a plan that is to be repeated says of these, whatever their values.
 OF_A_RULE = ("until_interval", "minutes")
+# Fields that a plan to be repeated always gives, even with their default values.
 ALWAYS_SAID = ("configurations", "workers", *OF_A_RULE, "seed")
 IDENTIFIES = Meta(extra={"identifies": True})
-MOST_SCRIPT_BYTES = 10_000_000  # what is larger is data
-FORMAT = 4  # of plan.json and what lies beside it; 4: with seals (compare/evidence/chain.py)
-END = ("blocks", "until_interval", "minutes")  # the fields that say when the measuring ends
+MOST_SCRIPT_BYTES = 10_000_000  # a larger file is data, not a script
+FORMAT = 4  # of plan.json and the files beside it; 4: with seals (compare/evidence/chain.py)
+END = ("blocks", "until_interval", "minutes")  # the fields of the end rule
 
 
 def typed(table: dict[str, Any], kind: type[T], strict: bool = True) -> T:
-    """Return a table of a file, or of flags, as `kind`; UserError names key and value."""
+    """Return a table from a file or from flags as `kind`; UserError names key and value."""
     try:
         return msgspec.convert(table, kind, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:
@@ -83,7 +83,7 @@ def typed(table: dict[str, Any], kind: type[T], strict: bool = True) -> T:
 
 
 def explanation(message: str, table: dict[str, Any]) -> str:
-    """Return msgspec's message about a table, with the key and its value before it."""
+    """Return msgspec's message about a table, preceded by the key and its value."""
     what, _, path = message.partition(" - at `$")
     place = path.removeprefix(".").rstrip("`")
     what = what[0].lower() + what[1:]
@@ -91,7 +91,7 @@ def explanation(message: str, table: dict[str, Any]) -> str:
         what = f"there is no key {unknown[1]}; {near_match(unknown[1], [*KEYS, *KEYS_OF_PARTS])}"
     if "matching regex" in what:
         what = "holds a control character"
-    if not place or "..." in place:  # msgspec does not say in which part of a table
+    if not place or "..." in place:  # msgspec does not name the part of the table
         return f"{place}: {what}".removeprefix(": ")
     value: Any = table
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
@@ -100,8 +100,8 @@ def explanation(message: str, table: dict[str, Any]) -> str:
 
 
 def read_plan_file(name: str) -> dict[str, Any]:
-    """Return what a plan file, or the ready plan of this name, says; UserError names file and key
-    if that is no valid plan."""
+    """Return the table of a plan file, or of the ready plan with this name. UserError names file
+    and key if the plan is invalid."""
     path = Path(name)
     if path.suffix != ".toml" and not path.is_file():
         check_known("plan", name, sorted(path.stem for path in PLANS.glob("*.toml")))
@@ -114,9 +114,9 @@ def read_plan_file(name: str) -> dict[str, Any]:
             table = tomllib.loads(text)
         take_hostfile(table)
         take_copies(table)
-        for own in ("configuration", "side"):
-            if "configurations" not in table and own in table:
-                table["configurations"] = list(table[own])
+        for key in ("configuration", "side"):
+            if "configurations" not in table and key in table:
+                table["configurations"] = list(table[key])
         check_plan(typed(table, Plan))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
@@ -125,20 +125,21 @@ def read_plan_file(name: str) -> dict[str, Any]:
 
 
 def take_copies(table: dict[str, Any]) -> None:
-    """Take out of a plan of before that each of its scripts is started once, as all are now;
-    UserError if one was to be started more often."""
+    """Remove the key `copies` of earlier versions from a plan's sides, where it is 1; UserError if
+    a side asked for several copies."""
     sides = table.get("side")
     for name, side in sides.items() if isinstance(sides, dict) else ():
         copies = side.pop("copies", 1) if isinstance(side, dict) else 1
         refuse((
             copies != 1,
-            f"side.{name}.copies = {copies!r}: a side is started once now; let one launcher start "
-            "its processes, and report what was measured so with the version that did it",
+            f"side.{name}.copies = {copies!r}: this version starts each side once; let one "
+            "launcher start all its processes. To report an older measurement, use the version "
+            "that made it",
         ))  # fmt: skip
 
 
 def take_hostfile(table: dict[str, Any]) -> None:
-    """Put the hosts of a hostfile that a table names in its place."""
+    """Replace a table's key `hostfile` by the hosts in that file; UserError if it has both."""
     if (hostfile := table.pop("hostfile", None)) is not None:
         if table.get("hosts") is not None:
             raise UserError("--hostfile and --hosts both name hosts; give one of them")
@@ -146,7 +147,7 @@ def take_hostfile(table: dict[str, Any]) -> None:
 
 
 def list_plans() -> str:
-    """Return the ready plans: name, question and time of each."""
+    """Return a text that lists the ready plans: name, question and time of each."""
     lines = ["Ready plans, for python compare/run.py NAME (what they hold: compare/plans/):", ""]
     for path in sorted(PLANS.glob("*.toml")):
         table = tomllib.loads(path.read_text())
@@ -155,35 +156,35 @@ def list_plans() -> str:
 
 
 def flag_of(field: msgspec.structs.FieldInfo) -> str:
-    """Return the flag that gives a field."""
+    """Return the flag that sets a field."""
     name = (meta_of(field.type).extra or {}).get("flag") or field.encode_name.replace("_", "-")
     return f"--{name}"
 
 
 def plan_table(plan: Any) -> dict[str, Any]:
-    """Return what a plan file says that makes this plan, or that of a plan.json, without the seed
-    of the order: who repeats a comparison draws another one."""
-    told, default = (msgspec.to_builtins(one, enc_hook=float) for one in (plan, Plan()))
-    never = {"order_seed"} if told.get("blocks") is None else {"order_seed", *OF_A_RULE}
-    said = [key for key in KEYS if key in told and key not in never]
-    return {key: told[key] for key in said if told[key] != default[key] or key in ALWAYS_SAID}
+    """Return the table of a plan file that makes this plan again; `plan` may also come from a
+    plan.json. The order's seed is left out: a repetition draws a new one."""
+    values, default = (msgspec.to_builtins(one, enc_hook=float) for one in (plan, Plan()))
+    never = {"order_seed"} if values.get("blocks") is None else {"order_seed", *OF_A_RULE}
+    keys = [key for key in KEYS if key in values and key not in never]
+    return {key: values[key] for key in keys if values[key] != default[key] or key in ALWAYS_SAID}
 
 
 def split_words_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return a command's own words, and those of the trainers after the first `--`."""
+    """Return the words before the first `--`, which are the command's own, and the words after it,
+    which are for the trainers."""
     place = argv.index("--") if "--" in argv else len(argv)
     return argv[:place], argv[place + 1 :]
 
 
 def check_known(what: str, name: str, known: Collection[str]) -> None:
-    """Raise UserError if a name is none of the known ones; `what` is what bears it."""
+    """Raise UserError if a name is not among the known ones; `what` begins the message."""
     if name not in known:
         raise UserError(f"{what} {name}: there is no such name; {near_match(name, known)}")
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise UserError if the plan is invalid. What is checked later may rely on what was checked
-    before."""
+    """Raise UserError if the plan is invalid. Later checks may rely on earlier ones."""
     check_names(plan)
     check_trainer_flags(plan)
     check_measuring(plan)
@@ -198,12 +199,12 @@ def check_names(plan: Plan) -> None:
     for name in (*plan.configuration, *plan.case, *plan.side):
         refuse((
             not NAME.fullmatch(name),
-            f"{name!r}: a folder will bear this name; use letters, digits, '-', '_' and '.'",
+            f"{name!r}: is used as a folder's name; use letters, digits, '-', '_' and '.'",
         ))  # fmt: skip
     for name, own in plan.configuration.items():
         refuse((
             name in CONFIGURATIONS,
-            f"configuration {name}: is a ready one; name yours otherwise, as in {name}-tuned",
+            f"configuration {name}: is a ready one; give yours another name, as in {name}-tuned",
         ))  # fmt: skip
         check_known(f"configuration {name}: base", own.base, CONFIGURATIONS)
     for name in plan.configurations:
@@ -218,13 +219,13 @@ def check_names(plan: Plan) -> None:
             check_known(f"--pairs {first}:{second}:", name, plan.configurations)
         refuse((
             first == second or plan.null,
-            f"--pairs {first}:{second}: to compare configurations with themselves use --null, "
-            "without --pairs",
+            f"--pairs {first}:{second}: to compare a configuration with itself, use --null without "
+            "--pairs",
         ))  # fmt: skip
 
 
 def check_trainer_flags(plan: Plan) -> None:
-    """Check that no flags of the trainers are those by which the plan itself steers them."""
+    """Check that the trainers' flags contain none that the plan sets itself."""
     refused = RESERVED_FLAGS | (OF_GLOBAL_BATCH if plan.global_batch_size else {})
     for word in chain(*plan.flag_lists):
         reason = refused.get(flag_name(word))
@@ -232,80 +233,79 @@ def check_trainer_flags(plan: Plan) -> None:
     for name, own in plan.configuration.items():
         refuse((
             last_value(own.flags, "--seed") is not None or RUN_MARK in own.environment,
-            f"configuration {name}: gives a seed or {RUN_MARK}, which are the same for all "
+            f"configuration {name}: sets a seed or {RUN_MARK}, which must be the same for all "
             "configurations; leave it out",
         ))  # fmt: skip
 
 
 def check_measuring(plan: Plan) -> None:
-    """Check how speed is measured, what ends that, and what strong scaling needs."""
+    """Check how speed is measured, the end rule, and the fields of strong scaling."""
     default, by_turns = Plan(), plan.measure == "turns" and plan.pairs()
     known = [one for one in plan.members() if by_turns]
     shared = [one.name for one in known if one.trained_by.servers or one.trained_by.has_one_replica]
     refuse(
         (
             shared,
-            f"{', '.join(shared)}: not each of its ranks trains a batch of its own, so that it "
-            "takes no turns; give --measure runs",
+            f"{', '.join(shared)}: some of its ranks do not train a batch of their own, so it "
+            "cannot take turns; give --measure runs",
         ),
         *(
             (
                 plan.blocks is not None and getattr(plan, name) != getattr(default, name),
-                f"--blocks {plan.blocks}: so many blocks are measured, however long they take and "
-                f"whatever they show; leave --{name.replace('_', '-')} out, or --blocks",
+                f"--blocks {plan.blocks}: fixes the number of blocks; leave "
+                f"--{name.replace('_', '-')} out, or --blocks",
             )
             for name in OF_A_RULE
         ),
         (
             plan.control is not None and not plan.null,
-            f"--control {percentage(plan.control or 0)}: belongs to a null test; give --null, too",
+            f"--control {percentage(plan.control or 0)}: needs a null test; also give --null",
         ),
         (
             plan.measure == "runs" and plan.full_runs != default.full_runs,
             f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
-            "--blocks, or leave it out",
+            "--blocks instead",
         ),
         (
             (plan.global_batch_size is None) != (plan.global_learning_rate is None),
-            "--global-batch-size and --global-learning-rate: give both. In strong scaling the "
-            "workers share a global batch and train with one global rate, whatever their number",
+            "--global-batch-size and --global-learning-rate: give both. In strong scaling any "
+            "number of workers shares one global batch and trains with one global rate",
         ),
     )
-    plan.block(1)  # which refuses a global batch that does not divide
+    plan.block(1)  # refuses a global batch that cannot be shared equally
 
 
 def check_scripts(plan: Plan) -> None:
-    """Check that what is compared are scripts of the user's own alone, without what belongs to
-    trainers."""
-    default, takes_flags = Plan(), any("{flags}" in own.command for own in plan.side.values())
-    for name, own in plan.side.items():
-        refuse((not own.command, f"--side {name}=: say the command that starts its ranks"))
+    """Check a plan that compares a user's own scripts: it must give no settings of trainers."""
+    default, takes_flags = Plan(), any("{flags}" in side.command for side in plan.side.values())
+    for name, side in plan.side.items():
+        refuse((not side.command, f"--side {name}=: give the command that starts its ranks"))
     for name in OF_TRAINERS:
         given = None if name == "trainer_arguments" and takes_flags else getattr(plan, name)
         refuse((
             given not in (None, getattr(default, name)),
-            f"{flag_of(FIELD_OF[name])} {given}: belongs to this project's trainers; what a script "
-            "of your own does, and how many workers it has, stands in its command",
+            f"{flag_of(FIELD_OF[name])} {given}: is for this project's trainers; leave it out. "
+            "Your script's flags and number of workers belong in its command",
         ))  # fmt: skip
     refuse((
         len(plan.side) < 2 and not plan.null,
-        f"--side {next(iter(plan.side))}: is one side alone; give another --side, or --null",
+        f"--side {next(iter(plan.side))}: is the only side; give another --side, or --null",
     ))  # fmt: skip
 
 
 def check_hosts(plan: Plan) -> None:
-    """Check that the hosts, if they are known by now, take what is to run on them."""
+    """Check that the hosts, if they are known by now, have room for all ranks."""
     if plan.hosts is None:
         return
     slots = sum(read_hosts(plan.hosts).values())
     if plan.most_ranks > slots:
         raise UserError(
-            f"--hosts {plan.hosts}: takes {slots} ranks, but {plan.most_ranks} are asked for; give "
-            "more slots, or fewer --workers"
+            f"--hosts {plan.hosts}: has slots for {slots} ranks, but the plan needs "
+            f"{plan.most_ranks}; give more slots, or fewer --workers"
         )
     for configuration in plan.members():
         for workers in plan.workers:
-            configuration.launch_words(workers, plan.hosts)  # which refuses what it cannot place
+            configuration.launch_words(workers, plan.hosts)  # refuses ranks that it cannot place
 
 
 # plan.json
@@ -317,29 +317,29 @@ class Variables(Struct, frozen=True, kw_only=True):
     set: dict[str, str] = {}
     removed: tuple[str, ...] = ()
     inherited: dict[str, str] = {}
-    affinity: tuple[int, ...] = ()  # inherited, too: no launcher binds
+    affinity: tuple[int, ...] = ()  # also inherited: no launcher binds to cores
 
 
 class PlanRecord(Plan, frozen=True, kw_only=True):
-    """plan.json: a plan, and what was added when it was run. Enough for the report, and to go on
-    after an interruption."""
+    """plan.json: a plan, plus the facts added when it was run. Enough to make the report and to
+    resume after an interruption."""
 
     created_utc: Text
     format: Whole
     warnings: tuple[Text, ...] = ()
-    # When each end was set, and which; the last is the one that counts. Later ones are extensions.
+    # Each end rule and when it was set. The last one counts; all after the first are extensions.
     ends: Annotated[tuple[dict[str, str | int | float | None], ...], NOT_EMPTY]
     trainers_sha256: str | None = None
-    # The digest of each file of knobs, and of each file that the commands of scripts name.
+    # The digests of the --knobs files, and of the files that the commands of scripts name.
     knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)
     scripts: Annotated[dict[str, str], IDENTIFIES] = msgspec.field(default_factory=dict)
     environment: Annotated[Variables, IDENTIFIES]
 
 
 def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
-    """Return what plan.json holds of a plan that is run here and now."""
+    """Return the content of plan.json for a plan that is run here and now."""
     inherited, affinity = steering_variables(), tuple(sorted(os.sched_getaffinity(0)))
-    if plan.is_allocation:  # another job may get other cores and GPUs; each run writes down its own
+    if plan.is_allocation:  # another job may get other cores and GPUs; each run records its own
         inherited.pop("CUDA_VISIBLE_DEVICES", None)
         affinity = ()
     knobs = {last_value(words, "--knobs") for words in plan.flag_lists}
@@ -366,25 +366,25 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
 
 
 def scripts_sha256(plan: Plan) -> dict[str, str]:
-    """Return the digest of each file that the commands of a user's own scripts name. What these
-    import is not seen."""
-    found = dict[str, str]()
-    for word in dict.fromkeys(word for own in plan.side.values() for word in own.command):
-        with suppress(OSError):  # too long for a path, or not for us to read
+    """Return the digest of each file that the commands of a user's own scripts name. The modules
+    that these files import are not covered."""
+    digests = dict[str, str]()
+    for word in dict.fromkeys(word for side in plan.side.values() for word in side.command):
+        with suppress(OSError):  # too long for a path, or not readable
             if Path(word).is_file() and Path(word).stat().st_size <= MOST_SCRIPT_BYTES:
-                found[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
-    return found
+                digests[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
+    return digests
 
 
 def sources_sha256(plan: Plan) -> str:
-    """Return the digest of all sources of what is measured: the trainers', or a user's scripts,
-    which may start a trainer."""
+    """Return the digest of all sources that are measured: the trainers', or those of a user's
+    scripts, plus the trainers' if a script belongs to this project and may start a trainer."""
     if not plan.side:
         return trainers_sha256()
     scripts = scripts_sha256(plan)
     is_ours = any(Path(name).resolve().is_relative_to(ROOT) for name in scripts)
-    told = {**scripts, "trainers": trainers_sha256() if is_ours else ""}
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    digests = {**scripts, "trainers": trainers_sha256() if is_ours else ""}
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def write_plan(path: Path, record: PlanRecord) -> None:
@@ -395,34 +395,35 @@ def write_plan(path: Path, record: PlanRecord) -> None:
 def read_plan(path: Path) -> PlanRecord:
     """Read plan.json; UserError names file and field."""
     try:
-        told = msgspec.convert(json.loads(path.read_text("utf-8")), dict)
-        if (format := told.get("format")) != FORMAT:
+        table = msgspec.convert(json.loads(path.read_text("utf-8")), dict)
+        if (format := table.get("format")) != FORMAT:
             raise UserError(
                 f"format is {format!r}, and this version reads {FORMAT}: report it with the "
                 "version that measured it, or measure again"
             )
-        take_copies(told)
-        plan = typed(told, PlanRecord)
+        take_copies(table)
+        plan = typed(table, PlanRecord)
         check_names(plan)
-        plan.runs()  # which raises if they cannot be made
+        plan.runs()  # raises if the plan makes no valid runs
         datetime.fromisoformat(plan.created_utc).astimezone(timezone.utc)
         if any(getattr(plan, name) != plan.ends[-1].get(name) for name in END):
-            raise UserError(f"{', '.join(END)}: they are not those of the last of its ends")
+            raise UserError(f"{', '.join(END)}: differ from the last entry of ends")
     except (OSError, RecursionError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     return plan
 
 
 def plan_differences(old: PlanRecord, new: PlanRecord) -> list[str]:
-    """Return in what a new plan would make other runs than an old one; more blocks are none."""
+    """Return the differences by which a new plan would make other runs than an old one. The number
+    of blocks does not count."""
     differences = [
         f"{field.encode_name}: {getattr(old, field.name)!r} there, {getattr(new, field.name)!r} now"
         for field in msgspec.structs.fields(PlanRecord)
         if (meta_of(field.type).extra or {}).get("identifies")
         and getattr(old, field.name) != getattr(new, field.name)
-        # Where the seed of the order is open, it is that of the plan which is there.
+        # A new plan that leaves the order's seed open takes the old plan's.
         and (field.name != "order_seed" or new.order_seed is not None)
     ]
     if new.trainers_sha256 != old.trainers_sha256:
-        differences.append("the sources of what is measured were changed since")
+        differences.append("the sources of what is measured were changed since then")
     return differences
