@@ -1,14 +1,14 @@
-"""Keep a measurement in results/, small enough for a repository and without this machine's paths.
+"""Copy a measurement to results/, small enough for a repository and without this machine's paths.
 
     python compare/keep.py runs/compare-20260131-120000 --machine 2-core-xeon --question engines
     python compare/keep.py runs/bench/FIRST/checkpoints --machine 2-core-xeon --question checkpoints
 
-Writes results/MACHINE/DATE-QUESTION/: the plan, and runs.jsonl, which holds the small files that
-the trainers and run.py (or collectives.py) wrote, a line for each folder. All
-commands read it as they read the folders: `compare/report.py` makes the report. Left out: warm-ups,
-TensorBoard's files (metrics.jsonl holds the same), checkpoints, traces and profiles, and of the
-sides of turns all but their settings and environment. The home directory becomes ~, and the
-project's own folder a dot; so the record is sealed anew, if its seals were whole.
+Writes results/MACHINE/DATE-QUESTION/: the plan, and runs.jsonl, which holds the small files of the
+trainers and of run.py (or collectives.py), one line per folder. All commands read it like the
+original folders; `compare/report.py` makes the report. Left out: warm-ups, TensorBoard's files
+(metrics.jsonl holds the same figures), checkpoints, traces, profiles, and all files of the sides of
+turns but their settings and environment. The home directory becomes ~, and the project's own folder
+a dot. Since this changes the files, the record is sealed anew, if its seals were intact.
 """
 
 import re
@@ -29,11 +29,11 @@ from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 
 PLANS = ("plan.json", "collectives.json")
-# Of a run's folder, and of the comparison's.
+# Sub-folders of a run's folder, or of the comparison's.
 LEFT_OUT = {"warm-up", "tensorboard", "checkpoints", "trace", "profile", "plots"}
-OF_PROFILE = "gradients-rank-0.json"  # which a prediction reads
+OF_PROFILE = "gradients-rank-0.json"  # kept, because predictions read it
 KEPT_OF_TURNS = {"block.json", "config.json", "environment.json"}
-OPEN = {".md", ".svg", ".txt"}  # beside the plan
+OPEN = {".md", ".svg", ".txt"}  # kept as files of their own, like the plan
 PACKED = {*OPEN, ".json", ".jsonl", ".log", ".csv"}
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
@@ -44,12 +44,12 @@ def keep_measurement(
     question: str,
     results: Path = ROOT / "results",
 ) -> int:
-    """Keep a measurement, and say where; nothing is overwritten.
+    """Keep a measurement, and print its new folder; nothing is overwritten.
 
     Args:
-        folder: A finished measurement, as under runs/.
-        machine: Short, such as 2-core-xeon.
-        question: What it answers, such as wire-format.
+        folder: A finished measurement, for example one in runs/.
+        machine: A short name of the machine, such as 2-core-xeon.
+        question: A short name of the question that it answers, such as wire-format.
         results: The folder of all records.
     """
     refuse(
@@ -60,12 +60,12 @@ def keep_measurement(
     )
     plan = next((folder / name for name in PLANS if (folder / name).exists()), None)
     if plan is None:
-        raise UserError(f"{folder}: holds none of {', '.join(PLANS)}")
+        raise UserError(f"{folder}: holds none of {', '.join(PLANS)}; give a measurement's folder")
     date = re.search(r'"created_utc": "(\d{4}-\d{2}-\d{2})', plan.read_text("utf-8", "replace"))
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = results / machine / f"{date[1]}-{question}"
-    refuse((target.exists(), f"{target} exists: take another --question, or delete it"))
+    refuse((target.exists(), f"{target} exists: give another --question, or delete it"))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft, whole = Path(workshop, target.name), Path(workshop, "open")
@@ -74,7 +74,7 @@ def keep_measurement(
             comparison = load_comparison(folder)
             broken = [why for *_, why in comparison.damaged_blocks]
             broken += [run.reason for run in comparison.runs if run.reason]
-            refuse((broken, f"not kept, since part of it is damaged: {'; '.join(broken)}"))
+            refuse((broken, f"not kept, because part of it is damaged: {'; '.join(broken)}"))
             reseal(whole)
         draft.mkdir()
         for path in whole.iterdir():
@@ -92,7 +92,7 @@ def keep_measurement(
 
 
 def copy_small_files(folder: Path, to: Path) -> None:
-    """Copy the texts of a measurement that are worth keeping, without this machine's paths."""
+    """Copy a measurement's small text files, without this machine's paths."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         kept = KEPT_OF_TURNS | ({"output.log"} if ".failed-" in str(name) else set())

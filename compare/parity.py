@@ -5,13 +5,13 @@
     python compare/parity.py                  both engines, run now, on the embedded digits
     python compare/parity.py --workers 2 --steps 5 -- --arch resnet18 --data IMAGENET
 
-Distances. *ulps*: how many steps between neighbouring floating-point numbers of the tensor's type
-lie between two values, largest over a tensor; -0 and +0 are 0 apart (equal, but not bit-equal).
-*relative*: max|a - b| / max(max|a|, max|b|) of a tensor, for next to zero, where rounding is many
-ulps and means nothing. NaN and infinities are equal to their like only, and else beyond any
-tolerance. A tensor is within the tolerance if it is by --max-ulps or by --relative.
+Distances. *ulps*: the number of steps from one floating-point number of the tensor's type to the
+next that lie between two values, the largest of a tensor; -0 and +0 are 0 apart (equal, but not
+bit-equal). *relative*: max|a - b| / max(max|a|, max|b|) of a tensor. It is for values near zero,
+where rounding amounts to many ulps and means nothing. NaN and infinities equal only themselves, and
+otherwise exceed any tolerance. A tensor must be within --max-ulps or within --relative.
 
-Exit code: 0 equal or within the tolerance, 1 diverged, 2 a mistake in what was asked.
+Exit code: 0 equal or within the tolerance, 1 diverged, 2 wrong usage.
 """
 
 import math
@@ -37,19 +37,19 @@ from recipe.files import json_for_readers
 
 @dataclass(frozen=True)
 class Live:
-    """Without run folders: both engines run now. Trainers' flags stand behind a --."""
+    """Used without run folders: both engines run now. Trainers' flags follow a --."""
 
-    configurations: tuple[str, str] = DEFAULT_CONFIGURATIONS  # of compare/run.py
-    workers: int = 2  # processes
-    steps: int = 5  # that are traced
+    configurations: tuple[str, str] = DEFAULT_CONFIGURATIONS  # names known to compare/run.py
+    workers: int = 2  # number of processes
+    steps: int = 5  # number of traced steps
     timeout: int = 1800  # seconds; a run that takes longer is ended
-    out: Path | None = None  # where the runs are written (default: runs/parity-<UTC time>)
+    out: Path | None = None  # folder for the runs (default: runs/parity-<UTC time>)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compare what the command line asks for and return the exit code."""
-    own, trainer_flags = split_words_at_dashes(sys.argv[1:] if argv is None else argv)
-    return run_tool("compare/parity.py", partial(compare, trainer_flags), __doc__, own)
+    words, trainer_flags = split_words_at_dashes(sys.argv[1:] if argv is None else argv)
+    return run_tool("compare/parity.py", partial(compare, trainer_flags), __doc__, words)
 
 
 def compare(
@@ -64,8 +64,8 @@ def compare(
     """Compare two runs, or the ranks of one, print the result, and return the exit code.
 
     Args:
-        trainer_flags: Flags of runs that are started now.
-        runs: Two run folders; none: both engines run now.
+        trainer_flags: Trainer flags for runs that are started now.
+        runs: Two run folders; without any, both engines run now.
         ranks: Compare the ranks of this run with each other.
         max_ulps: Tolerance in ulps.
         relative: Tolerance as a share of a tensor's largest value.
@@ -75,17 +75,17 @@ def compare(
     refuse(
         (
             max_ulps < 0 or not 0 <= relative < math.inf,
-            "--max-ulps and --relative: give numbers from 0 on",
+            "--max-ulps and --relative: give finite numbers that are not negative",
         ),
         (
             len(runs) not in (0, 2) or (runs and ranks),
-            f"{len(runs)} run folder(s) given: give two to compare them, none but that of --ranks "
-            "to compare its ranks, or none to run both engines now",
+            f"{len(runs)} run folder(s) given: give two to compare them, only --ranks RUN to "
+            "compare the ranks of one, or none to run both engines now",
         ),
         (
             (runs or ranks) and (trainer_flags or live != Live()),
-            "--configurations, --workers, --steps, --timeout, --out and trainers' flags: only "
-            "without run folders, when the engines run now",
+            "--configurations, --workers, --steps, --timeout, --out and trainers' flags: leave "
+            "them out with run folders; they are for engines that run now",
         ),
         (
             min(live.workers, live.steps, live.timeout) < 1,
@@ -110,17 +110,17 @@ def run_both(live: Live, trainer_flags: list[str]) -> list[Path]:
         workers=(live.workers,),
         trainer_arguments=Words(
             (*arguments, *trainer_flags)
-        ),  # of flags given twice the last one counts
+        ),  # if a flag is given twice, the last value counts
     )
     check_plan(plan)
     check_tools(plan)
     folder = live.out or Path("runs") / f"parity-{utc_stamp()}"
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: take another --out DIR")
+        raise UserError(f"{folder} is not empty: give another --out DIR")
     folders: list[Path] = []
     for number, name in enumerate(live.configurations, start=1):
         run = plan.run(1, plan.cases[0], CONFIGURATIONS[name], live.workers)
-        run = replace(run, block=number)  # with the seed of the first
+        run = replace(run, block=number)  # both have the seed of block 1
         folders.append(folder / run.folder)
         label = f"{run.name}, {live.steps} steps, into {folders[-1]}"
         print(label, file=sys.stderr)
@@ -134,7 +134,7 @@ def run_both(live: Live, trainer_flags: list[str]) -> list[Path]:
 
 
 def text_report(parity: Parity) -> str:
-    """Return the result for a terminal."""
+    """Return the result as text for a terminal."""
     rows = [[name, *vars(kind).values()] for name, kind in parity.kinds.items()]
     headers = ["kind", "tensors", "bit-equal", "beyond", "from step", "most ulps", "most relative"]
     table = tabulate(rows, headers, intfmt=",", floatfmt=".2e")

@@ -1,17 +1,17 @@
-"""Predict a training on more workers from measured runs of one and of two.
+"""Predict a training on more workers from measured runs of one worker and of two.
 
     python ddp_train/train.py ... --profile-steps 8 --name one
     torchrun --nproc-per-node 2 ddp_train/train.py ... --name two
     python compare/predict.py runs/one runs/two --network 25-ethernet --html prediction.html
 
-A folder may also hold many runs, of both engines: each engine and transport is predicted by itself.
-Runs of more workers, or of two on two hosts, enter no prediction, but are shown beside theirs. So a
-comparison checks the model:
+A folder may also hold many runs, of both engines: each engine and transport is predicted
+separately. Runs of more workers, or of two workers on two hosts, are not used for predictions, but
+shown beside them. So a comparison checks the model:
 
     python compare/run.py prediction --out runs/check
     python compare/predict.py runs/check
 
-docs/prediction.md says what the model holds, and how far it was off where that could be checked.
+docs/prediction.md describes the model, and its errors where they could be checked.
 """
 
 import math
@@ -38,16 +38,16 @@ from recipe.files import replace_file
 from recipe.settings.presets import PRESETS, preset
 
 IMAGENET = 1_281_167
-# Of how many published efficiencies the model is above, and of how many (tests check both).
+# Published efficiencies that the model exceeds, and all published ones (tests check both numbers).
 ABOVE_PUBLISHED = 7, 7
-# Of the recorded check, whose table tests compare with it.
+# From the recorded check; a test compares its table with this text.
 PAST_ERROR = (
     "Past error: on CPUs, up to 8 workers, 128 predictions were off by 6% in the median, 51% at "
     "worst; 91% of the steps lay in their 90 % interval (results/epyc-2-cores/2026-11-25-"
     "prediction)."
 )
 MOST = 4096  # workers
-# That the page's chart shows beside the chosen one.
+# Networks in the page's chart, besides the chosen one.
 ON_CPUS = ("1-ethernet", "10-ethernet", "25-ethernet", "100-ethernet")
 ON_GPUS = ("25-roce", "100-infiniband", "200-infiniband", "400-infiniband")
 
@@ -56,16 +56,16 @@ Steps = Sequence[tuple[Cluster, Prediction]]
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of the cluster to predict."""
+    """The cluster and the training to predict."""
 
-    # Between hosts: 1-, 10-, 25-, 100-, 200- or 400-ethernet, 25-roce, 100-, 200- or
+    # The network between hosts: 1-, 10-, 25-, 100-, 200- or 400-ethernet, 25-roce, 100-, 200- or
     # 400-infiniband. The rate in Gb/s is that of a host's link, which all its workers share.
     network: str = "10-ethernet"
-    # How many such links a host has; 0.4 if one carries 40 % of its rate.
+    # Number of such links per host; 0.4 if one carries 40 % of its rate.
     links_per_host: float = 1.0
-    # Within a host with GPUs: pcie, nvlink-v100, nvlink-a100 or nvlink-h100.
+    # The connection of the GPUs within a host: pcie, nvlink-v100, nvlink-a100 or nvlink-h100.
     island: str | None = None
-    workers_per_host: int = 1  # whose links and cores they share
+    workers_per_host: int = 1  # which share the host's links and cores
     # Default: as many as the measured host has.
     cores_per_host: int | None = None
     # Strong scaling: all workers share this batch. Default: each keeps its own (weak scaling).
@@ -73,7 +73,7 @@ class Forecast:
     price_per_node_hour: float = 0.0  # in any currency
     # The training whose time and cost are shown. Default: that of the runs.
     preset: str | None = None
-    # Of an epoch. Default: 1,281,167 with a preset of ImageNet, else those of the runs.
+    # Images per epoch. Default: 1,281,167 with a preset of ImageNet, else those of the runs.
     images: int | None = None
     # Default: those of the preset, or of the runs.
     epochs: float | None = None
@@ -84,12 +84,13 @@ def predict(
     settings: Forecast,
     html: Annotated[Path | None, arg(metavar="FILE")] = None,
 ) -> list[str]:
-    """Say what more workers would bring.
+    """Predict steps, throughput, time and cost with more workers.
 
     Args:
         runs: Run folders, folders that hold some, or comparisons.
-        settings: Of the cluster.
-        html: Write the page, with a chart over sizes for several networks.
+        settings: The cluster and the training to predict.
+        html: Write a page with the tables, and a chart over numbers of workers for several
+            networks.
     """
     positive = ("workers_per_host", "cores_per_host", "images", "epochs", "global_batch",
                 "links_per_host")  # fmt: skip
@@ -97,15 +98,15 @@ def predict(
         value, flag = getattr(settings, name), name.replace("_", "-")
         refuse((value is not None and value <= 0, f"--{flag} {value}: give a number above 0"))
     measured = configurations(runs)
-    known = {name: read_inputs(own) for name, own in measured.items()}
-    settings = training_of(settings, [run for own in measured.values() for run in own])
+    known = {name: read_inputs(of_it) for name, of_it in measured.items()}
+    settings = training_of(settings, [run for of_it in measured.values() for run in of_it])
     charts = {name: chart_of(inputs, settings) for name, inputs in known.items()}
     tables = {
         name: [row_of(step, one, settings) for one, step in chart[settings.network]]
         for name, chart in charts.items()
     }
-    said = [
-        f"Training: {settings.epochs:g} epochs of {settings.images:,} images, validation left out.",
+    notes = [
+        f"Training: {settings.epochs:g} epochs of {settings.images:,} images, without validation.",
         *sentences(tables),
         *limits(known, settings),
         PAST_ERROR,
@@ -117,19 +118,19 @@ def predict(
         if run.workers > 1 and not run.is_pair
     ]
     if checks:
-        said.append(summary_of(checks))
+        notes.append(summary_of(checks))
         tables["Measured, and predicted without it"] = checks
     shown = [table_of(name, rows) for name, rows in tables.items()]
     if html:
         plots = {name: plot_efficiency(name, chart) for name, chart in charts.items()}
         page = template("prediction.html.jinja")
-        replace_file(html, page.render(tables=shown, plots=plots, sentences=said))
-        said.append(f"Written: {html}")
-    return [*(f"{table.title}\n{table_text(table)}\n" for table in shown), *said]
+        replace_file(html, page.render(tables=shown, plots=plots, sentences=notes))
+        notes.append(f"Written: {html}")
+    return [*(f"{table.title}\n{table_text(table)}\n" for table in shown), *notes]
 
 
 def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """A table of these rows, which have the names of its columns."""
+    """Return a table of these rows; their keys are the names of the columns."""
     columns = [
         Column(name, name, "{:,}" * isinstance(value, int), is_number=not isinstance(value, str))
         for name, value in rows[0].items()
@@ -138,8 +139,8 @@ def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
-    """The settings, with images and epochs of the training whose time is shown; UserError for a
-    preset that trains on other images than these runs."""
+    """Return the settings, with the images and epochs of the training whose time is shown.
+    UserError if the preset's image size is not that of the runs."""
     trained = [run.summary.fingerprint for run in runs]
     images, epochs = (max(one.get(of, 0) for one in trained) for of in ("num_images", "epochs"))
     if settings.preset is not None:
@@ -151,8 +152,8 @@ def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
             (
                 others,
                 f"--preset {settings.preset} trains on images of {recipe.train_crop_size} pixels, "
-                f"and these runs on {', '.join(map(str, others))}: their steps say nothing of its "
-                "hours. Measure runs of that size, or leave --preset out",
+                f"but these runs on {', '.join(map(str, others))}, so they say nothing about its "
+                "time. Measure runs of that size, or leave --preset out",
             )
         )
         images, epochs = images if recipe.data else IMAGENET, float(recipe.epochs)
@@ -160,23 +161,23 @@ def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
 
 
 def limits(known: dict[str, Inputs], settings: Forecast) -> list[str]:
-    """What these predictions cannot know, where it matters."""
+    """Return sentences on the limits of these predictions, where they matter."""
     return [
         "On GPUs images/s and efficiency are upper bounds: the model was above the published "
         "efficiency in {} of {} cases (docs/prediction.md).".format(*ABOVE_PUBLISHED)
     ] * any(one.transport == "nccl" for one in known.values()) + [
-        "Upper bound: which part of a step no smaller batch makes shorter was not measured. Give "
-        "runs of one worker with a smaller --batch-size, too."
+        "Upper bound: it is not known which part of a step does not shrink with the batch. Also "
+        "give runs of one worker with a smaller --batch-size."
     ] * any(settings.global_batch and one.fixed_share is None for one in known.values())
 
 
 def configurations(paths: Sequence[Path]) -> dict[str, list[MeasuredRun]]:
-    """The runs of each model, batch, engine and transport: those of several workers, and those of
-    one worker, whose transport carries nothing."""
+    """Return the runs of each model, batch, engine and transport: those of several workers, and
+    those of one worker, which use no transport."""
     read = [run for path in paths for run in read_runs(path)]
     where = " ".join(map(str, paths)) or "no folder was given"
     refuse((not read, f"{where}: no complete run is there; give run folders or a comparison"))
-    found, trainings = {}, defaultdict[tuple[str, str], list[MeasuredRun]](list)
+    by_name, trainings = {}, defaultdict[tuple[str, str], list[MeasuredRun]](list)
     for run in {run.folder: run for run in read}.values():
         trainings[str(run.config.arch), run.environment.engine].append(run)
     for (arch, engine), runs in sorted(trainings.items()):
@@ -184,20 +185,20 @@ def configurations(paths: Sequence[Path]) -> dict[str, list[MeasuredRun]]:
         kinds = {run.kind for run in runs if run.workers > 1}
         for batch, transport in sorted(kinds or {(max(run.batch_size for run in lone), "")}):
             over = f" over {transport}" if transport else ""
-            found[f"{arch}, batch {batch}, {engine}{over}"] = [
+            by_name[f"{arch}, batch {batch}, {engine}{over}"] = [
                 run
                 for run in runs
                 if (run.batch_size <= batch if run.workers == 1 else run.kind == (batch, transport))
             ]
-    return found
+    return by_name
 
 
 def check_of(name: str, run: MeasuredRun, inputs: Inputs, settings: Forecast) -> dict[str, Any]:
-    """A line of the table of runs that entered no prediction: the step as measured and predicted,
-    and the error in proportion, 0.05 where the prediction is 5 % too slow."""
+    """Return a row for a run that no prediction used: its step as measured and as predicted, and
+    the relative error, which is 0.05 if the predicted step is 5 % too long."""
     of = settings.network, inputs.transport, settings.island, settings.links_per_host
-    network, own = named_network(*of), run.environment.local_size
-    cluster = Cluster(math.ceil(run.workers / own), own, run.environment.cores, network)
+    network, per_host = named_network(*of), run.environment.local_size
+    cluster = Cluster(math.ceil(run.workers / per_host), per_host, run.environment.cores, network)
     step = predict_step(fit(inputs, network), cluster)
     return {
         "of": name,
@@ -212,7 +213,7 @@ def check_of(name: str, run: MeasuredRun, inputs: Inputs, settings: Forecast) ->
 
 
 def summary_of(checks: Sequence[dict[str, Any]]) -> str:
-    """How far predictions were off, and how many intervals held what was measured."""
+    """Return a sentence on the errors of predictions, and on how many intervals were right."""
     errors = [abs(row["error"]) for row in checks]
     inside = sum(row["low"] <= row["measured, ms"] <= row["high"] for row in checks)
     return (
@@ -224,10 +225,10 @@ def summary_of(checks: Sequence[dict[str, Any]]) -> str:
 
 
 def chart_of(inputs: Inputs, settings: Forecast) -> dict[str, Steps]:
-    """The steps at 1, 2, 4, ... workers, which fill a host before the next and have an image each,
-    by network: the chosen one, and others."""
+    """Return by network, the chosen one first, the steps at 1, 2, 4, ... workers. Workers fill one
+    host after the other, and have at least one image each."""
     others = ON_GPUS if inputs.transport == "nccl" else ON_CPUS
-    batch, own = settings.global_batch, settings.workers_per_host
+    batch, per_host = settings.global_batch, settings.workers_per_host
     cores = settings.cores_per_host or inputs.cores
     chart: dict[str, Steps] = {}
     for name in dict.fromkeys([settings.network, *others]):
@@ -236,14 +237,14 @@ def chart_of(inputs: Inputs, settings: Forecast) -> dict[str, Steps]:
         chart[name] = [
             (one, predict_step(at_batch(fitted, batch / n) if batch else fitted, one))
             for n in (2**power for power in range(int(math.log2(MOST)) + 1))
-            for one in [Cluster(math.ceil(n / own), min(n, own), cores, network)]
+            for one in [Cluster(math.ceil(n / per_host), min(n, per_host), cores, network)]
             if not batch or batch >= n
         ]
     return chart
 
 
 def row_of(step: Prediction, cluster: Cluster, settings: Forecast) -> dict[str, float]:
-    """A line of the table."""
+    """Return a row of the table."""
     hours = (settings.images or 0) / step.images_per_second / 3600
     training = hours * (settings.epochs or 1)
     return {
@@ -262,7 +263,7 @@ def row_of(step: Prediction, cluster: Cluster, settings: Forecast) -> dict[str, 
 
 
 def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Where more workers gain nothing, and where the fastest choice changes."""
+    """Return sentences: where more workers gain nothing, and where the fastest choice changes."""
     lines = []
     for name, rows in tables.items():
         top = max(rows, key=lambda row: row["images/s"])
@@ -271,24 +272,24 @@ def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
     for _, group in groupby(sorted(tables), key=lambda name: name.rpartition(", ")[0]):
         names = [*group]  # of one model and batch
         by_size = [*zip(*(tables[name] for name in names), strict=False)][1:]
-        told = groupby(by_size, key=lambda rows: fastest(names, rows))
-        first = [(next(same)[0]["workers"], words) for words, same in told]
+        ranges = groupby(by_size, key=lambda rows: fastest(names, rows))
+        first = [(next(same)[0]["workers"], words) for words, same in ranges]
         lines += [f"From {size} workers on {words}." for size, words in first if len(names) > 1]
     return lines
 
 
 def fastest(names: Sequence[str], rows: Sequence[dict[str, float]]) -> str:
-    """Which of these takes the shortest step, if its interval is apart from the others'."""
+    """Return words that name the fastest, if its interval does not overlap with the others'."""
     (first, name), *others = sorted(zip(rows, names, strict=True), key=lambda x: x[0]["step, ms"])
-    is_apart = all(first["high"] < other["low"] for other, _ in others)
-    return f"{name} is the fastest" if is_apart else f"none of {len(rows)} is clearly the fastest"
+    is_clear = all(first["high"] < other["low"] for other, _ in others)
+    return f"{name} is the fastest" if is_clear else f"none of {len(rows)} is clearly the fastest"
 
 
-# -- The page: tables, and a chart over sizes for several networks ---------------------------------
+# -- The page: tables, and a chart over numbers of workers for several networks --------------------
 
 
 def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
-    """Draw the efficiency over numbers of workers, which double, a line for each network."""
+    """Draw the efficiency over the number of workers (log2 axis), with a line for each network."""
     layers = list[Layer]()
     for (network, steps), colour, marker in zip(chart.items(), COLOURS, MARKERS, strict=False):
         points = [(math.log2(one.workers), 100 * step.efficiency) for one, step in steps]
@@ -305,7 +306,7 @@ def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
     return Plot(
         "efficiency",
         name,
-        "Images/s of all workers, in per cent of as many workers that exchange nothing.",
+        "Images/s of all workers, in per cent of the same number of workers without exchange.",
         Scale(0, most or 1, ticks, "workers"),
         linear([100], "efficiency, %", zero=True),
         layers,

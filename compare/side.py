@@ -1,21 +1,21 @@
-"""Make a training script of your own a side of a comparison: one import, and one call a step.
+"""Make your own training script a side of a comparison: one import, and one call per step.
 
     from compare.side import Side
 
     side = Side()
     for images, labels in batches:
-        ...                            # a step, by whatever library
-        side.step(images=len(images))  # at its end: what this rank has done
+        ...                            # a step, with any library
+        side.step(images=len(images))  # at its end: the work of this rank
 
     python compare/run.py --side mine="torchrun --nproc-per-node 2 my_ddp.py" \\
                           --side theirs="horovodrun -np 2 python my_horovod.py"
 
-Started by hand, the script runs as without it: nothing is loaded and `step` returns at once. In a
-comparison `step` waits while others have their turns, and ends the process when all is measured:
-let the script train on until then, for a million epochs say.
+Started by hand, the script runs as before: nothing is loaded and `step` returns at once. In a
+comparison `step` waits while other sides have their turns, and ends the process when the
+measurement is over. The script must keep training until then, for example for a million epochs.
 
-This file needs nothing but Python; while it is measured also psutil, and this project on the path,
-which run.py sees to.
+This file needs nothing but Python. In a comparison it also needs psutil, and this project on
+PYTHONPATH, which run.py sets.
 """
 
 import os
@@ -24,14 +24,14 @@ from typing import Any
 
 
 class Side:
-    """What a rank of the script tells of its steps, where someone measures them.
+    """Reports the steps of one rank of the script while a comparison runs.
 
     Args:
         weights: Returns the trained arrays or tensors by name, as `model.state_dict` does. Called
             once, after the first steps: equal digests show that two scripts do equal work. All
-            ranks must hold the same, BatchNorm's running statistics aside.
-        ranks: Of this script, in all; by default as many as its launcher's variables say, so that
-            it is needed where the script starts its own ranks.
+            ranks must have the same values, except for BatchNorm's running statistics.
+        ranks: The script's total number of ranks. By default the launcher's variables give it; give
+            it here if the script starts its own ranks.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Side:
             self._client = join(ranks, weights)
 
     def step(self, **done: float) -> None:
-        """Say that a step has ended, and what this rank has done in it, in the unit that speeds are
-        to be told in: `images=64`, or `tokens=8192`. Work on a GPU that torch has been given is
-        waited for; that of another library the script must wait for itself."""
+        """Report the end of a step and this rank's work in it, such as `images=64` or
+        `tokens=8192`; speeds have the same unit. torch's work on a GPU is waited for; with another
+        library, the script must do so before the call."""
         if len(done) != 1:
-            raise TypeError("say what this step has done in one unit, as in step(images=64)")
+            raise TypeError("give the work of this step in one unit, as in step(images=64)")
         if self._client is not None:
             ((unit, amount),) = done.items()
             self._client.step_ended(unit=unit, amount=float(amount))

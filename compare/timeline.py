@@ -1,23 +1,23 @@
-"""Merge the profiles of one or several runs into one file that opens in Perfetto, and list when
-gradients were ready and exchanged.
+"""Merge the profiles of one or several runs into one file for Perfetto, and list when gradients
+were ready and exchanged.
 
     torchrun ... ddp_train/train.py --profile-steps 5 --name a     writes runs/a/profile/
     python compare/timeline.py runs/a              merges it into runs/a/timeline.json
     python compare/timeline.py runs/a runs/b -o both.json          two runs, side by side
 
-Open the file at https://ui.perfetto.dev. Each rank has a process of its own for what torch's
-profiler saw on the CPU, and one for each GPU; the engine's timeline, which rank 0 writes, is
-another one with a thread for each tensor (Horovod) or, on CPUs, bucket (DDP). All of a run is on
-one clock, the hosts' own: between hosts it is as good as their clocks agree. Several runs are
-shifted so that their first profiled steps begin together. What overlaps with what on GPUs, and
-which kernels take the time, Perfetto and HolisticTraceAnalysis show.
+Open the file at https://ui.perfetto.dev. Each rank has one process for the CPU events of torch's
+profiler, and one for each GPU. The engine's timeline, which rank 0 writes, is another process, with
+a thread for each tensor (Horovod) or, on CPUs, for each bucket (DDP). All events of a run have the
+time of the hosts' own clocks, so events of different hosts are only as exact as these clocks agree.
+Several runs are shifted so that their first profiled steps begin together. Perfetto and
+HolisticTraceAnalysis show overlaps on GPUs and which kernels take the time.
 
-The list is of runs on CPUs with at least two ranks: the messages of a typical step on rank 0, in ms
-since its backward pass began. Horovod begins an all-reduce when all ranks have its gradients. DDP's
-begins as soon as rank 0 has them and one of Gloo's two threads (MPI's one) is free, which is
-inferred, and waits for the other ranks.
+The list is for runs on CPUs with at least two ranks: the messages of a typical step on rank 0, in
+ms since its backward pass began. Horovod begins an all-reduce when all ranks have its gradients.
+DDP begins one as soon as rank 0 has them and one of Gloo's two threads (MPI has one) is free, and
+then waits for the other ranks; this start is inferred.
 
-A profile slows a run down: read orders and overlaps from it, and speeds from a run without.
+A profile slows a run down: use it for orders and overlaps, and a run without one for speeds.
 """
 
 import itertools
@@ -38,15 +38,15 @@ from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import replace_file
 
-# Events that bear a number: flows (arrows) and asynchronous spans of the Trace Event Format.
+# Events that have an id: flows (arrows) and asynchronous spans of the Trace Event Format.
 WITH_ID = "stfbne"
 
 
 def merge(profiles: dict[str, tuple[list[Lane], int]]) -> dict[str, Any]:
-    """Return the trace of all runs: `ts` in microseconds since the file's beginning.
+    """Return the trace of all runs: `ts` in microseconds since the first event.
 
-    Processes and threads are numbered anew, each number used once, since those of two hosts, or of
-    Horovod and torch, may be the same; so are the arrows' numbers.
+    Processes, threads and arrows get new, unique numbers, since two hosts, or Horovod and torch,
+    may use the same ones.
     """
     first = next(begin for _, begin in profiles.values())
     shifts = {name: first - begin for name, (_, begin) in profiles.items()}
@@ -95,16 +95,16 @@ def merge_runs(
 
     Args:
         runs: Run folders with profile/ in them.
-        out: The merged file (default: timeline.json in the run's folder; of several runs, in the
+        out: The merged file (default: timeline.json in the run's folder, or for several runs in the
             folder that holds them all).
     """
     if not runs or len({run.resolve() for run in runs}) < len(runs):
-        raise UserError("give one run folder or several, none twice")
+        raise UserError("give one run folder or several, each once")
     names = shortest_unique_names(runs)
     profiles = {name: read_profile(run, name) for run, name in zip(runs, names, strict=True)}
     out = out or Path(os.path.commonpath([run.resolve() for run in runs])) / "timeline.json"
     if out.suffix != ".json" or out.resolve().parent.name == "profile":
-        raise UserError(f"{out}: give a name that ends in .json, and lies not among the profiles")
+        raise UserError(f"{out}: give a name that ends in .json, outside of profile/")
     replace_file(out, json.dumps(merge(profiles), separators=(",", ":")))
     print(f"Written: {out} ({out.stat().st_size / 1e6:.1f} MB). Open it at https://ui.perfetto.dev")
     for name, run in zip(names, runs, strict=True):

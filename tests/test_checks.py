@@ -139,8 +139,8 @@ PROCESSES = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
         ({"ComputeRunningProcesses": PROCESSES}, *["used by process 7, 8"] * 2),
         ({"CurrentClocksEventReasons": 0x44}, *["slowed by its power limit, heat"] * 2),
         ({"MemoryInfo": SimpleNamespace(free=1 << 30)}, "", "1.0 GiB free for 4 workers"),
-        ({"ComputeMode": 3}, "", "compute mode 3 takes 1 of 4 workers"),
-        ({"ComputeMode": 2}, "mode 2 takes 0 of 1 worker", "mode 2 takes 0 of 4 workers"),
+        ({"ComputeMode": 3}, "", "compute mode 3 admits 1 of 4 workers"),
+        ({"ComputeMode": 2}, "mode 2 admits 0 of 1 worker", "mode 2 admits 0 of 4 workers"),
     ],
 )
 def test_gpus_that_are_not_left_alone(facts, alone, of_four, monkeypatch):
@@ -196,7 +196,7 @@ ON_HOSTS = ("--configurations", "ddp-mpirun", "--workers", "16")
     [
         ([], ""),
         (["--workers", "1", "6"], "cores: 6 workers of 1 thread on 4 cores"),
-        (["--workers", "2", "--", "--threads", "3"], "give --threads 2, and 4 workers at most"),
+        (["--workers", "2", "--", "--threads", "3"], "give --threads 2, and at most 4 workers"),
         (["--workers", "1", "--", "--threads", "3"], ""),
         (["--hosts", "a:8,b:8", *ON_HOSTS, "--", "--threads", "4"], ""),
         (["--hosts", "localhost:8,b:8", *ON_HOSTS], "cores: 8 workers of 1 thread on 4 cores"),
@@ -230,7 +230,7 @@ def test_gpus(monkeypatch):
     monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD | {"NCCL": True})
     assert warnings("--workers", "1") == ""
     monkeypatch.setattr(checks, "gpu_facts", lambda: [IDLE_GPU | {"ComputeMode": 3}])
-    assert "compute mode 3 takes 1 of 2 workers" in warnings("--workers", "1")
+    assert "compute mode 3 admits 1 of 2 workers" in warnings("--workers", "1")
     assert warnings("--workers", "1", "--measure", "runs") == ""
 
 
@@ -239,7 +239,7 @@ def test_little_disk_and_little_memory(tmp_path, monkeypatch):
     assert f"disk: 0.0 GiB are free at {tmp_path}," in warnings(folder=tmp_path / "new")
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(8 << 30))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(900_000_000))
-    assert "memory: 0.8 GiB for 4 workers" in warnings("--workers", "2")  # of two sides
+    assert "memory: 0.8 GiB free for 4 workers" in warnings("--workers", "2")  # of two sides
     assert warnings("--measure", "runs", "--workers", "1") == ""
 
 

@@ -109,7 +109,7 @@ def test_turns_are_kept_without_their_sides_steps(tmp_path, capsys):
 def test_nothing_is_overwritten_and_nothing_half_written(comparison, tmp_path, refusal):
     kept_of(comparison)
     told = refusal(keep.main, words(comparison, tmp_path / "results"))
-    assert "exists: take another --question" in told
+    assert "exists: give another --question" in told
     edit(comparison / "plan.json", workers=[7])
     refusal(keep.main, words(comparison, tmp_path / "other"))
     assert list((tmp_path / "other/m").iterdir()) == []

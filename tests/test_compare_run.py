@@ -254,7 +254,7 @@ def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     (["--", "--empty"], 1, "exit code 0, but no summary.json"),
     (["--timeout", "1", "--", "--stubborn", "yes", "--hang"], 1, "TIMED OUT after"),
     (["--timeout", "1", "--", "--hang"], 1, "(at step 0: give a larger --timeout)"),
-    (["--", "--leave"], 0, "left behind, and killed: 1"),
+    (["--", "--leave"], 0, "killed leftover processes: 1"),
 ])  # fmt: skip
 def test_how_a_run_ended_is_said_and_nothing_of_it_is_left(comparing, words, ended, said):
     run = "block-1/horovod-mpi-1"
@@ -361,7 +361,7 @@ def test_a_folder_that_is_used_is_refused_with_what_is_in_it(comparing):
 
 
 def test_sources_that_change_meanwhile_end_the_comparison(comparing):
-    assert "were changed meanwhile" in comparing.run(*SMALL, "--", "--sources-change", code=2)
+    assert "have changed since" in comparing.run(*SMALL, "--", "--sources-change", code=2)
     assert len(comparing.starts()) == 2  # the digest is asked for before each run
 
 

@@ -144,9 +144,9 @@ def test_each_named_network_carries_as_much_as_its_links(name, island):
 
 
 def test_gpus_have_an_island_and_cpus_have_none():
-    with pytest.raises(UserError, match=r"--island nvlink-h100 connects GPUs, and .* by gloo"):
+    with pytest.raises(UserError, match=r"--island nvlink-h100 connects GPUs, but .* by gloo"):
         named_network("25-roce", "gloo", "nvlink-h100")
-    with pytest.raises(UserError, match="say how a host connects them"):
+    with pytest.raises(UserError, match="give their connection within a host"):
         named_network("25-roce", "nccl")
 
 
@@ -212,7 +212,7 @@ def test_inputs_are_read_from_run_folders(runs):
     assert (inputs.pair_seconds, inputs.contention) == pytest.approx((0.16, 1.6))
     assert (inputs.bucket_bytes, inputs.first_bucket_bytes) == (5 * MIB, 5 * MIB)
     assert (inputs.transport, inputs.algorithm, inputs.cores) == ("gloo", "ring", 2)
-    with pytest.raises(UserError, match=r"starts from a run with one worker.*python .*--name one"):
+    with pytest.raises(UserError, match=r"needs a run of one worker.*python .*--name one"):
         read_inputs([read_run(runs / "two")])
 
 
@@ -268,7 +268,7 @@ def test_a_shared_batch_ends_the_table_and_the_gain(runs, capsys):
     "flags, message",
     [
         (["--preset", "dle-55"], "did you mean dle-50"),
-        (["--preset", "goyal-90"], "on images of 224 pixels, and these runs on 20"),
+        (["--preset", "goyal-90"], "on images of 224 pixels, but these runs on 20"),
         (["--island", "nvlink-v100"], "by gloo on CPUs"),
         (["--links-per-host", "0"], "above 0"),
         (["--network", "10-ethernt"], "did you mean 10-ethernet"),

@@ -228,13 +228,13 @@ if os.fork() and os.fork():
     [
         (
             {"steps": 12},
-            r"bad ended with exit code 0.* 1 of 1 ranks .* trains on until it is ended",
+            r"bad ended with exit code 0.* 1 of 1 ranks .* keep training until it is ended",
         ),
         ({"done": "tokens=3"}, "the sides count different things: .*bad tokens"),
-        ({"done": "images=0"}, "bad: its steps have done 0 images"),
+        ({"done": "images=0"}, "bad: its steps did 0 images"),
         ({"before": "exit('alas')\n"}, r"bad ended with exit code 1:\n  \| alas"),
-        ({"before": "exit()\n"}, r"bad .* 0 of its ranks taking part: each makes one `side = Side"),
-        ({"before": FORKS}, "bad: 2 of its processes take part, and its launcher's .* tell of 1"),
+        ({"before": "exit()\n"}, r"bad .* 0 of its ranks taking part: each rank must make"),
+        ({"before": FORKS}, "bad: 2 of its processes take part, but its launcher's .* say 1"),
         ({"before": "import sys\nsys.path[:] = []\nimport psutil\n"}, "bad ended .* no psutil"),
     ],
 )

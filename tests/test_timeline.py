@@ -233,8 +233,8 @@ def test_damaged_times_of_gradients_keep_back_the_list_alone(tmp_path, capsys):
     [
         ("none", "", "", "contains no profile"),
         (".", "", "", "profile/rank-*.json"),
-        ("run run", "", "", "none twice"),
-        ("run -o run/profile/rank-0.json", "", "", "among the profiles"),
+        ("run run", "", "", "each once"),
+        ("run -o run/profile/rank-0.json", "", "", "outside of profile"),
         ("run -o run/x.txt", "", "", "ends in .json"),
         ("run -o no/x.json", "", "", "No such file or directory"),
         ("run", "rank-1.json", '{"traceEvents": [', "rank-1.json cannot be read"),

@@ -79,7 +79,7 @@ def test_what_the_user_has_set_is_not_searched(
     plan = plan_of("--", "--no-static-graph", "--bucket_cap_mb=3", "--fp16-allreduce")
     assert list(free_knobs(CONFIGURATIONS["ddp-torchrun"], plan)) == ["first_bucket_mb"]
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and "--bucket-cap-mb is set already" in lines[0]
+    assert len(lines) == 2 and "--bucket-cap-mb is already set" in lines[0]
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
     free = free_knobs(CONFIGURATIONS["horovod-mpi"], plan)
     assert len(capsys.readouterr().out.splitlines()) == 2 and "HOROVOD_FUSION_THRESHOLD" in free
@@ -115,10 +115,10 @@ def test_the_plan_of_a_search(words: list[str], configurations: tuple[str, ...])
         (["--workers", "1"], "a single worker exchanges nothing"),
         (["--rounds", "2"], "at least 3"),
         (["--case", "a=--epochs 1", "--case", "b=--epochs 2"], "several cases (a, b)"),
-        (["--null"], "--null: does not go together with --tune"),
-        (["--blocks", "5"], "--rounds says how many"),
-        (["--tune", "."], "is there already; name a new file"),
-        (["--new"], "--out where a new search begins"),
+        (["--null"], "--null: cannot be combined with --tune"),
+        (["--blocks", "5"], "--rounds sets the number"),
+        (["--tune", "."], "exists already; name a new file"),
+        (["--new"], "--out the folder of a new search"),
         (["--case", "a=--knobs x.toml"], "begins from the defaults"),
         (["--configurations", "horovod-mpi", "horovod-gloo"], "leave out horovod-gloo"),
         (["--", "--knobs", "x.toml"], "begins from the defaults"),
@@ -171,7 +171,7 @@ def test_a_whole_search(blocks: MadeUpBlocks, capsys: pytest.CaptureFixture[str]
     on_top = read_json(Path("runs/tune-k/ddp/static/1-values/plan.json"))
     flags = on_top["configuration"]["true"]["flags"]
     assert flags == ["--bucket-cap-mb", "50", "--static-graph"]
-    assert main(SEARCH) == 2 and "is there already" in capsys.readouterr().err
+    assert main(SEARCH) == 2 and "exists already" in capsys.readouterr().err
     other = ["--tune", "l.toml", "--out", "runs/tune-k", "--", "--arch", "vgg16"]
     assert main(other) == 2 and "holds another plan" in capsys.readouterr().err
     made = len(blocks.folders)
@@ -205,13 +205,13 @@ def test_a_base_that_fails_ends_the_search(
 ) -> None:
     blocks.fails = "as-before"
     assert main(["--tune", "k.toml"]) == 2
-    assert "what was best so far failed" in capsys.readouterr().err and not Path("k.toml").exists()
+    assert "best setting so far failed" in capsys.readouterr().err and not Path("k.toml").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["--tune", "k.toml", "--dry-run"], 2, "--dry-run: does not go together with --tune"),
+        (["--tune", "k.toml", "--dry-run"], 2, "--dry-run: cannot be combined with --tune"),
         (["tuned-against-tuned"], 2, "--tune knobs.toml"),
         (["--rounds", "4"], 2, "here give --blocks"),
     ],

@@ -504,7 +504,7 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
     assert len(bench.folders) == 5  # of a minute each: disturbed time does not count
     told = capsys.readouterr().out
     # Of the 4 minutes that are left by then, half as much again will be disturbed.
-    for words in ("up to 6 min left", "beside 2 min in which others used the cores",
+    for words in ("up to 6 min left", "plus 2 min in which other processes used",
                   "the widest interval is +-", "more --minutes"):  # fmt: skip
         assert words in told
     measure(structs.replace(IN_BLOCKS, minutes=7), tmp_path)

@@ -1,5 +1,5 @@
-"""What is to be run: the plan (plan.py), its file and what is not valid in it (plan_file.py);
-configurations, hosts, blocks, each run's command.
+"""What to run: the plan (plan.py), its file and its checks (plan_file.py), configurations, hosts,
+blocks, and the command of each run.
 
-Enters: what can be said before the first run. Not: processes, results.
+Belongs here: everything that is known before the first run. Not: processes, results.
 """

@@ -1,4 +1,5 @@
-"""What is known of one configuration (model, batch, engine, transport) from its measured runs."""
+"""The inputs of a prediction, from the measured runs of one configuration (model, batch, engine,
+transport)."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,32 +22,32 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Durations in seconds, of one worker that has its cores to itself."""
+    """Durations are in seconds, for one worker that has its cores to itself."""
 
     engine: str  # "ddp" | "horovod"
     transport: str  # "gloo" | "mpi" | "nccl"
     batch_size: float  # of one worker
     wire_format: str = "fp32"
-    gradient_bytes: tuple[float, ...]  # of fp32, in the order in which they get ready
-    ready_seconds: tuple[float, ...]  # after the backward pass began
+    gradient_bytes: tuple[float, ...]  # in fp32, in the order in which gradients get ready
+    ready_seconds: tuple[float, ...]  # since the backward pass began
     data_seconds: float
     forward_seconds: float
     backward_seconds: float
     optimizer_seconds: float
     other_seconds: float = 0.0
     spread_seconds: float = 0.0  # scale of the Gumbel distribution of a rank's step
-    contention: float = 1.0  # computing time of two workers on one host, in that of one
+    contention: float = 1.0  # computing time with two workers on one host / with one
     pair_seconds: float | None = None  # measured step of two workers on one host
-    exchange_factor: float = 1.0  # latency and CPU time of messages, in what the network says
+    exchange_factor: float = 1.0  # latency and CPU time of messages / the network's figures
     first_bucket_bytes: float = 1.0 * MIB
     bucket_bytes: float = 25.0 * MIB
     fusion_bytes: float = 128.0 * MIB
-    cycle_seconds: float = 0.0  # Horovod's: it looks for gradients that often
-    negotiates: bool = False  # Horovod: the ranks agree on what is ready
+    cycle_seconds: float = 0.0  # Horovod's cycle time: it looks for gradients once per cycle
+    negotiates: bool = False  # Horovod's ranks agree on which gradients are ready
     algorithm: str = "tree"  # of the all-reduce: "ring" | "halving" | "tree"
-    threads: int = 1  # that compute, of a rank
+    threads: int = 1  # computing threads of a rank
     cores: int = 1  # of the measured host
-    fixed_share: float | None = None  # of forward and backward pass: of a batch of no image
+    fixed_share: float | None = None  # the part of forward and backward pass that no batch shrinks
 
     @property
     def step_seconds(self) -> float:
@@ -55,17 +56,19 @@ class Inputs:
         return phases + self.optimizer_seconds + self.other_seconds
 
 
-# Variables by which Horovod exchanges in ways that the model does not know.
+# Variables that make Horovod exchange in ways that are not in the model.
 UNLIKE = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1", "HOROVOD_CACHE_CAPACITY": "0"}
 
 
 def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
-    """What the runs of one training say: with one worker and, if there are such, with two on one
-    host, which tell how far they disturb each other; runs of more say only what they are. Repeated
-    ones count by their medians. Lone runs with a smaller batch tell which part of a step no batch
-    makes shorter.
+    """Return the inputs from the runs of one training.
 
-    UserError if none has one worker and the batch of the others.
+    Runs of one worker give the phases. Runs of two workers on one host, if any, show how much
+    workers slow each other down. Runs of more workers give settings only. Repeated runs count by
+    their medians. Runs of one worker with a smaller batch show which part of a step does not shrink
+    with the batch.
+
+    UserError if no run has one worker and the batch of the others.
     """
     largest = max(run.batch_size for run in runs)
     lone = [run for run in runs if run.workers == 1 and run.batch_size == largest]
@@ -75,12 +78,15 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
     variables = {**of.environment.variables, **of.config.knob_variables}
     refuse((
         not lone or of.batch_size != largest,
-        f"{', '.join(str(run.folder) for run in runs)}: a prediction starts from a run with one "
-        "worker, of the same model and batch as the others; these have "
+        f"{', '.join(str(run.folder) for run in runs)}: a prediction needs a run of one worker, "
+        "with the same model and batch as the others; these have "
         f"{sorted(run.workers for run in runs)} workers. Make it with: {shlex.join(command)}",
     ))  # fmt: skip
     for name, value in UNLIKE.items():
-        refuse((variables.get(name) == value, f"{of.folder}: the model knows no {name}={value}"))
+        refuse((
+            variables.get(name) == value,
+            f"{of.folder}: ran with {name}={value}, which is not in the model; measure without it",
+        ))  # fmt: skip
     phases = {name: median(run.phases[name] for run in lone) for name in lone[0].phases}
     sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
     both = [run.phases["forward_seconds"] for run in pairs]
@@ -102,17 +108,18 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
         fusion_bytes=float(variables.get("HOROVOD_FUSION_THRESHOLD", 128 * MIB)),
         cycle_seconds=is_horovod * float(variables.get("HOROVOD_CYCLE_TIME", 1.0)) / 1000,
         negotiates=is_horovod,
-        # Gloo's ranks stand in a ring; Open MPI halves and doubles; NCCL chooses ring or tree.
+        # Gloo uses a ring, Open MPI halving and doubling; NCCL chooses a ring or a tree.
         algorithm={"gloo": "ring", "mpi": "halving"}.get(transport, "tree"),
-        threads=of.environment.threads if of.environment.device == "cpu" else 1,  # it feeds a GPU
+        # On a GPU one thread feeds it.
+        threads=of.environment.threads if of.environment.device == "cpu" else 1,
         cores=of.environment.cores,
         fixed_share=fixed_share([run for run in runs if run.workers == 1]),
     )
 
 
 def fixed_share(lone: Sequence["MeasuredRun"]) -> float | None:
-    """The part of forward and backward pass that does not shrink with the batch, by a straight line
-    through the batches; None where only one was measured."""
+    """Return the share of forward and backward pass that does not shrink with the batch, from a
+    straight line through the measured batches; None if there is only one batch."""
     batches = [run.batch_size for run in lone]
     if len({*batches}) == 1:
         return None
@@ -123,7 +130,7 @@ def fixed_share(lone: Sequence["MeasuredRun"]) -> float | None:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What one run says."""
+    """The records of one run, with the phases of its typical step."""
 
     folder: Path
     config: Settings
@@ -151,13 +158,13 @@ class MeasuredRun:
 
     @property
     def kind(self) -> tuple[int, str]:
-        """What a run of several workers has in common with others of its configuration."""
+        """Batch and transport, which all runs of a configuration share."""
         return self.batch_size, self.environment.transport
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
-    """Read the runs below a path; of a comparison those of DDP and Horovod that are complete, each
-    with the times of its turns if it has some."""
+    """Read the runs below a path. Of a comparison, read the complete runs of DDP and Horovod, with
+    the times from their turns if there are any."""
     if not (path / "plan.json").exists():
         return [read_run(one.parent) for one in sorted(path.rglob("summary.json"))]
     comparison = load_comparison(path)
@@ -169,19 +176,19 @@ def read_runs(path: Path) -> list[MeasuredRun]:
 
 
 def by_turns(run: MeasuredRun, blocks: Sequence[Block], side: str) -> MeasuredRun:
-    """The run with a step as it was in its side's turns: medians over the blocks. Unchanged where
-    there are none that tell phases."""
-    found = [phases for block in blocks if (phases := block.phases(side))]
-    if not found:
+    """Return the run with the step of its side's turns, by medians over the blocks. The run stays
+    unchanged if no block has phases."""
+    by_block = [phases for block in blocks if (phases := block.phases(side))]
+    if not by_block:
         return run
-    for one in found:
+    for one in by_block:
         one["backward_seconds"] += one.get("exposed_communication_seconds", 0.0)
-    phases = typical(found)
+    phases = typical(by_block)
     return replace(run, phases=phases, spread=run.spread * sum(phases.values()) / run.seconds)
 
 
 def typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The phases of a step: medians over these, with the rest of the median step."""
+    """Return the phases of a step, as medians over these, and the rest of the median step."""
     names = ("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
     phases = {name: median(step[name] for step in steps) for name in names}
     rest = median(step["step_seconds"] for step in steps) - sum(phases.values())
@@ -189,7 +196,7 @@ def typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run folder; steps of the warm-up, and those that were profiled, do not count."""
+    """Read a run folder; steps of the warm-up and profiled steps do not count."""
     config = read_record(folder / "config.json", Settings)
     environment = read_record(folder / "environment.json", Environment)
     summary = read_record(folder / "summary.json", Summary)
@@ -197,18 +204,18 @@ def read_run(folder: Path) -> MeasuredRun:
     steps: list[StepLine] = read_metrics(folder / "metrics.jsonl")[StepLine][skipped:]
     steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
     refuse((not steps, f"{folder}: has no step after its first {skipped}: train longer"))
-    told = [{**vars(step), "step_seconds": step.seconds} for step in steps]
-    # Between the quartiles of Gumbel's distribution lie 1.573 of its scale.
+    seconds = [{**vars(step), "step_seconds": step.seconds} for step in steps]
+    # The quartiles of Gumbel's distribution are 1.573 times its scale apart.
     low, high = np.quantile([step.seconds for step in steps], [0.25, 0.75])
     spread = float(high - low) / 1.573
-    return MeasuredRun(folder, config, environment, summary, typical(told), spread)
+    return MeasuredRun(folder, config, environment, summary, typical(seconds), spread)
 
 
 def gradients_of(
     runs: Sequence[MeasuredRun], total: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Sizes of gradients, and when they are ready in shares of the backward pass: as profiled; else
-    evenly, in pieces of 1 MiB."""
+    """Return the sizes of gradients, in bytes, and when each is ready, as a share of the backward
+    pass. Without a profile: pieces of 1 MiB at equal distances."""
     for run in runs:
         path = run.folder / "profile" / "gradients-rank-0.json"
         if packed.exists(path):

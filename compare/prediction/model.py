@@ -1,8 +1,8 @@
-"""The model: what connects workers, and what a step takes on a cluster.
+"""The model: the networks between workers, and the time of a step on a cluster.
 
-A rank computes; its gradients get ready in their order; one thread of it sends messages, one after
-the other. The events of a step are the begins and ends of its messages, so that their number does
-not grow with that of workers. docs/prediction.md has all assumptions.
+A rank computes. Its gradients get ready in their order, and one of its threads sends messages, one
+after the other. The events of a step are the begins and ends of its messages, so their number does
+not grow with the number of workers. docs/prediction.md has all assumptions.
 """
 
 import math
@@ -13,10 +13,10 @@ from compare.prediction.inputs import Inputs
 from recipe.errors import near_match, refuse
 from recipe.settings.flags import WIRE_BYTES
 
-# ---------------------------------------------------------------------- networks that have a name
+# --------------------------------------------------------------------------------- named networks
 
 GBIT = 1e9 / 8  # bytes/s of 1 Gb/s
-# Open MPI over TCP seldom sends in both directions at once: seen in the recorded check.
+# Open MPI over TCP seldom sends in both directions at once, as the recorded check showed.
 MPI_BOTH_WAYS = 2.0
 
 
@@ -24,26 +24,26 @@ MPI_BOTH_WAYS = 2.0
 class Link:
     """One level of a network, as a worker sees it."""
 
-    latency_seconds: float  # of a round in which each sends a message to another, software included
+    latency_seconds: float  # of a round in which each rank sends one message, software included
     bytes_per_second: float = math.inf  # between hosts: of a host, for all its workers together
-    cpu_seconds_per_byte: float = 0.0  # that a rank computes for each byte that it sends
-    both_ways_factor: float = 1.0  # two messages to each other take so many times as long as one
+    cpu_seconds_per_byte: float = 0.0  # CPU time of a rank for each byte that it sends
+    both_ways_factor: float = 1.0  # time of two messages to each other / time of one
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links within a host and between hosts, and what a rank's CPU does for a byte of fp32."""
+    """Links within a host and between hosts, and a rank's CPU time for a byte of fp32."""
 
     within: Link
     between: Link
     copy_seconds_per_byte: float = 0.0  # into a buffer and back
     cast_seconds_per_byte: float = 0.0  # to fp16 and back
-    control: "Network | None" = None  # over which Horovod's ranks agree; None: over this one
+    control: "Network | None" = None  # for the negotiation of Horovod's ranks; None: this network
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts."""
+    """A cluster of equal hosts."""
 
     hosts: int
     workers_per_host: int
@@ -52,26 +52,26 @@ class Cluster:
 
     @property
     def workers(self) -> int:
-        """All of them."""
+        """The number of workers on all hosts."""
         return self.hosts * self.workers_per_host
 
 
 # Measured on a host of two cores (results/xeon-2-cores/2026-11-21-allreduce): Gloo through the
-# loopback device, MPI through shared memory. The processors move these bytes themselves, so that
-# there is no bandwidth but theirs.
+# loopback device, MPI through shared memory. The processors move these bytes themselves, so the
+# only limit is their speed.
 ON_CPUS = {
     "gloo": Link(0.4e-3, cpu_seconds_per_byte=1.3e-9),
     "mpi": Link(5e-6, cpu_seconds_per_byte=0.7e-9),
 }
-# Of the same measurement: what 256 MiB take on the fp16 wire beyond half of their time in fp32,
-# with torch's Gloo and Horovod's MPI alike. A copy is assumed.
+# From the same measurement: the time of 256 MiB on the fp16 wire beyond half of their time in fp32,
+# which is the same with torch's Gloo and Horovod's MPI. The figure of a copy is an assumption.
 COPY, CAST = 0.2e-9, 1.0e-9
 TCP, RDMA = 1448 / 1538, 4096 / 4166  # the payload's share of full packets of 1,500 and 4,096 bytes
-TCP_1G = 55e-6  # half of 110 us round trip, serverfault.com question 791539
-TCP_10G = 48e-6  # half of 96 us round trip between EC2 instances, blogs.scalablelogic.com 2014-01
+TCP_1G = 55e-6  # half of a round trip of 110 us, serverfault.com question 791539
+TCP_10G = 48e-6  # half of one of 96 us between EC2 instances, blogs.scalablelogic.com 2014-01
 NCCL = 14e-6  # hwLat of a network, Simple, in NCCL's src/graph/tuning.cc
-# Between hosts: Gb/s, share of it that is payload, latency. Rates are nominal ones (IEEE 802.3;
-# InfiniBand EDR, HDR and NDR).
+# Between hosts: nominal rate in Gb/s (IEEE 802.3; InfiniBand EDR, HDR and NDR), the payload's share
+# of it, latency.
 BETWEEN = {
     "1-ethernet": (1, TCP, TCP_1G),
     "10-ethernet": (10, TCP, TCP_10G),
@@ -84,8 +84,8 @@ BETWEEN = {
     "200-infiniband": (200, RDMA, NCCL),
     "400-infiniband": (400, RDMA, NCCL),
 }
-# Within a host with GPUs: bytes/s of a GPU (links x bandwidth of one in NCCL's src/graph/topo.h),
-# and the latency of a ring, Simple, in its tuning.cc.
+# Within a host with GPUs: the latency of a ring (Simple) in NCCL's src/graph/tuning.cc, and bytes/s
+# of a GPU: number of links x bandwidth of a link in its topo.h.
 ISLANDS = {
     "pcie": Link(5.7e-6, 12e9),
     "nvlink-v100": Link(3.4e-6, 6 * 20e9),
@@ -97,8 +97,9 @@ ISLANDS = {
 def named_network(
     between: str, transport: str, island: str | None = None, links_per_host: float = 1
 ) -> Network:
-    """A network of BETWEEN, with GPUs connected as in ISLANDS, or CPUs (None), within a host as in
-    ON_CPUS; UserError says which names there are, and what does not fit."""
+    """Return a network of BETWEEN. Within a host, GPUs are connected as in ISLANDS and CPUs (island
+    None) as in ON_CPUS. UserError for unknown names, and for an island that does not fit the
+    transport."""
     refuse(
         *(
             (name not in known, f"{name!r} is no network: {near_match(name, known)}")
@@ -109,12 +110,12 @@ def named_network(
     refuse(
         (
             island and transport in ON_CPUS,
-            f"--island {island} connects GPUs, and these runs exchanged gradients by {transport} on"
+            f"--island {island} connects GPUs, but these runs exchanged gradients by {transport} on"
             " CPUs: leave it out, or give runs over NCCL",
         ),
         (
             not island and transport not in ON_CPUS,
-            f"{transport} runs on GPUs: say how a host connects them, as in --island pcie",
+            f"{transport} runs on GPUs: give their connection within a host, as in --island pcie",
         ),
     )
     gbit, payload, latency = BETWEEN[between]
@@ -122,30 +123,30 @@ def named_network(
     if island:
         link, control = Link(latency, rate), named_network(between, "mpi")
         return Network(ISLANDS[island], link, control=control)
-    own = ON_CPUS[transport]  # whose software is most of the latency
-    by_turns = transport == "mpi" and payload == TCP
+    within = ON_CPUS[transport]  # its software accounts for most of the latency
+    is_one_way = transport == "mpi" and payload == TCP
     link = replace(
-        own, latency_seconds=own.latency_seconds + latency, bytes_per_second=rate,
-        both_ways_factor=MPI_BOTH_WAYS if by_turns else 1.0,
+        within, latency_seconds=within.latency_seconds + latency, bytes_per_second=rate,
+        both_ways_factor=MPI_BOTH_WAYS if is_one_way else 1.0,
     )  # fmt: skip
-    return Network(own, link, COPY, CAST)
+    return Network(within, link, COPY, CAST)
 
 
 # ---------------------------------------------------------------------------- a step on a cluster
 
-# By how much a figure may be off, as a relative standard deviation: what makes the interval.
+# The uncertainty of each figure, as a relative standard deviation: the interval follows from these.
 UNCERTAIN = {
     "compute": 0.02,  # of a step's computation, from one occasion to the next
     "spread": 0.5,  # of stragglers
     "latency": 0.3,
     "bandwidth": 0.05,
-    "cpu": 0.15,  # time of CPUs for messages
-    "sharing": 0.05,  # what ranks lose that share cores, beyond their share
-    "model": 0.09,  # what it lacks, by the errors of the recorded check
+    "cpu": 0.15,  # CPU time of messages
+    "sharing": 0.05,  # the loss of ranks that share cores, beyond the smaller share
+    "model": 0.09,  # effects that are not in the model, from the errors of the recorded check
 }
 AS_TOLD = dict.fromkeys(UNCERTAIN, 1.0)
-QUANTILE = 1.645  # of the normal distribution: an interval of 90 %
-TREE_RATE = 0.92  # of a ring's, by src/graph/tuning.cc of NCCL
+QUANTILE = 1.645  # of the normal distribution, for an interval of 90 %
+TREE_RATE = 0.92  # as a share of a ring's rate, from NCCL's src/graph/tuning.cc
 
 
 @dataclass(frozen=True)
@@ -155,38 +156,39 @@ class Prediction:
     step_seconds: float
     low_seconds: float
     high_seconds: float
-    exposed_seconds: float  # what the exchange of gradients adds
+    exposed_seconds: float  # added by the exchange of gradients
     images_per_second: float  # of all workers
-    efficiency: float  # of as many workers, each as fast as a lone one
+    efficiency: float  # throughput / that of the same number of lone workers
 
 
 def allreduce(
     inputs: Inputs, cluster: Cluster, size: float, scale: Mapping[str, float]
 ) -> tuple[float, float, float]:
-    """Seconds of latency, of the wire, and of each rank's CPU for a message of `size` bytes.
+    """Return the seconds of latency, on the wire, and of each rank's CPU for `size` bytes.
 
-    Ring, and, of a power of two of ranks, halving and doubling send 2 (n - 1) / n of a message
-    through each rank, in 2 (n - 1) rounds or 2 log2(n) (Thakur et al. 2005), of which those between
-    hosts cost the latency there. Of other numbers halving leaves some ranks out, for which a
-    neighbour works: half a message goes both ways, and one and a half go one way. A double binary
-    tree has 2 log2(n) rounds, too, and sends the whole message twice (Sanders et al. 2009), at a
-    little less than a ring's rate. NCCL takes the faster of ring and tree for each size.
+    A ring sends 2 (n - 1) / n of a message through each rank, in 2 (n - 1) rounds. Halving and
+    doubling sends the same amount in 2 log2(n) rounds, if n is a power of two (Thakur et al. 2005).
+    Rounds between hosts have the latency between hosts. For other n, halving leaves some ranks out,
+    and a neighbour works for each: half a message goes both ways, and one and a half go one way. A
+    double binary tree also has 2 log2(n) rounds, and sends the whole message twice (Sanders et al.
+    2009), at a little less than a ring's rate. NCCL takes the faster of ring and tree for each
+    size.
     """
-    hosts, own, workers = cluster.hosts, cluster.workers_per_host, cluster.workers
+    hosts, per_host, workers = cluster.hosts, cluster.workers_per_host, cluster.workers
     within, between = cluster.network.within, cluster.network.between
     outer = between if hosts > 1 else within
-    # The slowest link holds up all.
+    # The slowest link decides.
     seconds_per_byte = 1 / outer.bytes_per_second
-    if hosts > 1 and own > 1:
+    if hosts > 1 and per_host > 1:
         seconds_per_byte = max(seconds_per_byte, 1 / within.bytes_per_second)
     sent = 2 * (workers - 1) / workers * size
-    # Rounds between hosts and within one. Each part of a message goes round a ring that enters each
-    # host once.
+    # Rounds between hosts, and within a host. Each part of a message travels round a ring, which
+    # enters each host once.
     across = min(hosts if hosts > 1 else 0, workers - 1)
     ring = (
         2 * across * between.latency_seconds + 2 * (workers - 1 - across) * within.latency_seconds
     )
-    deep, low = math.ceil(math.log2(hosts)), math.ceil(math.log2(own))
+    deep, low = math.ceil(math.log2(hosts)), math.ceil(math.log2(per_host))
     tree = 2 * deep * between.latency_seconds + 2 * low * within.latency_seconds
     latency, wire, cpu = ring, sent * seconds_per_byte, sent * outer.cpu_seconds_per_byte
     if inputs.algorithm == "halving":
@@ -200,7 +202,7 @@ def allreduce(
         latency, wire = min((ring, wire), by_tree, key=sum)
     factor = inputs.exchange_factor
     return (
-        # Waiting for each other, once a message however many rounds it has.
+        # Ranks wait for each other once per message, however many rounds it has.
         (latency + 2 * (factor - 1) * outer.latency_seconds) * scale["latency"],
         wire / scale["bandwidth"],
         cpu * factor * scale["cpu"],
@@ -210,30 +212,30 @@ def allreduce(
 def simulate(
     inputs: Inputs, cluster: Cluster, scale: Mapping[str, float] = AS_TOLD
 ) -> tuple[float, float]:
-    """Go through a step's messages, and return its seconds, and those that the exchange of
-    gradients adds. `scale` multiplies figures, by the names of UNCERTAIN."""
+    """Go through the messages of a step. Return its seconds, and the seconds that the exchange of
+    gradients adds. `scale` has a factor for each figure of UNCERTAIN."""
     workers, threads = cluster.workers, inputs.threads
     cores = cluster.cores_per_host / cluster.workers_per_host  # of a rank
-    share = 1 + (max(1.0, threads / cores) - 1) * scale["sharing"]  # ranks take turns on a core
-    free = min(1.0, max(0.0, cores - threads))  # of a core, for the thread that sends
-    # Ranks that compute at the same time on one machine hold each other up in its memory.
+    share = 1 + (max(1.0, threads / cores) - 1) * scale["sharing"]  # threads share a core
+    free = min(1.0, max(0.0, cores - threads))  # share of a core for the sending thread
+    # Ranks that compute at the same time on one machine compete for its memory.
     busy = max(1.0, min(1.0, cores / threads) * cluster.workers_per_host)
     slow = share * (1 + (inputs.contention - 1) * (busy - 1)) * scale["compute"]
     computed, ready = inputs.backward_seconds * slow, [t * slow for t in inputs.ready_seconds]
     sizes = inputs.gradient_bytes
-    delay = ended = 0.0  # of the backward pass by messages; of the last message
+    delay = ended = 0.0  # delay of the backward pass by messages; end of the last message
     narrow = WIRE_BYTES[inputs.wire_format] / 4  # gradients are fp32
     first = messages = agreed = 0
     while workers > 1 and first < len(sizes):
         last, size = first + 1, sizes[first]
-        if inputs.engine == "ddp":  # a bucket is full when it has reached its size
+        if inputs.engine == "ddp":  # a bucket is full when it has reached its limit
             limit = inputs.bucket_bytes if messages else inputs.first_bucket_bytes
             while last < len(sizes) and size < limit:
                 size, last = size + sizes[last], last + 1
             begin = max(ready[last - 1] + delay, ended)
         else:
             begin = ended
-            if first >= agreed:  # all agree at once on what is ready when a cycle begins
+            if first >= agreed:  # one negotiation covers all gradients ready when a cycle begins
                 begin = max(ready[first] + delay + inputs.cycle_seconds / 2, ended)
                 agreed = max(last, sum(seconds + delay <= begin for seconds in ready))
                 begin += negotiation(inputs, cluster, scale)
@@ -244,7 +246,7 @@ def simulate(
         cpu += size * narrow * cluster.network.copy_seconds_per_byte * copied * scale["cpu"]
         cpu += size * cluster.network.cast_seconds_per_byte * (narrow < 1) * scale["cpu"]
         left = max(0.0, computed + delay - begin)  # of the backward pass
-        taken = min(cpu * share, left) * (1 - free)  # from it: two threads on one core
+        taken = min(cpu * share, left) * (1 - free)  # from it, as two threads share a core
         ended = begin + latency + max(wire, cpu * share + taken)
         delay += taken
         first, messages = last, messages + 1
@@ -256,14 +258,14 @@ def simulate(
 
 
 def negotiation(inputs: Inputs, cluster: Cluster, scale: Mapping[str, float]) -> float:
-    """Seconds until Horovod's ranks agree on what is ready, by MPI or Gloo, never by NCCL: an
-    all-reduce of a few bits."""
+    """Return the seconds until Horovod's ranks agree on which gradients are ready: an all-reduce of
+    a few bits, by MPI or Gloo, never by NCCL."""
     cluster = replace(cluster, network=cluster.network.control or cluster.network)
     return inputs.negotiates * allreduce(inputs, cluster, 0.0, scale)[0]
 
 
 def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
-    """The step with its interval: first-order propagation of what may be off."""
+    """Return the step with its interval, by first-order propagation of the uncertainties."""
     seconds, exposed = simulate(inputs, cluster)
     offs = [
         simulate(inputs, cluster, {**AS_TOLD, name: 1 + sd})[0] - seconds
@@ -281,12 +283,12 @@ def predict_step(inputs: Inputs, cluster: Cluster) -> Prediction:
 
 
 def fit(inputs: Inputs, network: Network) -> Inputs:
-    """The same inputs, with the cost of messages on CPUs that makes the step of a pair on one host
-    as long as it was measured, or comes nearest to it. Unchanged without such a measurement, and on
-    GPUs: what it shows there is not the latency of messages."""
+    """Return the inputs with the exchange_factor at which the step of a pair on one host is as
+    measured, or nearest to it. They stay unchanged without such a measurement, and on GPUs, where
+    it does not show the latency of messages."""
     if inputs.pair_seconds is None or not network.within.cpu_seconds_per_byte:
         return inputs
-    # Less than a quarter is noise of the pair's step: messages are never free.
+    # Messages are never free: a factor below a quarter would be noise of the pair's step.
     pair, low, high = Cluster(1, 2, inputs.cores, network), 0.25, 32.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -296,8 +298,8 @@ def fit(inputs: Inputs, network: Network) -> Inputs:
 
 
 def at_batch(inputs: Inputs, batch_size: float) -> Inputs:
-    """The same training with another batch of a worker: images of forward and backward pass take
-    their time each, beside the part that no batch makes shorter."""
+    """Return the inputs for another batch per worker: the time of forward and backward pass grows
+    with the images, except for the fixed share."""
     ratio = batch_size / inputs.batch_size
     fixed = inputs.fixed_share or 0.0
     factor = fixed + (1 - fixed) * ratio

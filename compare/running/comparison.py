@@ -1,8 +1,8 @@
-"""Carry out a plan in its folder: what plan.json says of it, what is missing of it, and blocks
-until enough is known.
+"""Carry out a plan in its folder: keep its plan.json, make the missing runs, and add blocks until
+the plan's end rule is met.
 
-The same functions decide and estimate as in the report (compare/evidence), so that both say the
-same.
+Estimates and decisions come from the functions that the report uses (compare/evidence), so both
+always agree.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,8 @@ REACH_QUESTION = (
 
 
 def resumed(plan: Plan, folder: Path) -> Plan:
-    """Return the plan with what is settled in this folder: the seed of its order, and the blocks of
-    whole runs that were begun."""
+    """Return the plan with the values that this folder has fixed: the seed of the order, and the
+    number of blocks of whole runs begun."""
     path = folder / "plan.json"
     if not path.exists():
         return plan
@@ -73,13 +73,13 @@ def resumed(plan: Plan, folder: Path) -> Plan:
 
 
 def checked_record(plan: Plan, folder: Path) -> PlanRecord:
-    """Return what plan.json is to hold, after a check that the folder's own plan is this one, with
-    no more blocks; date and warnings are those of the start."""
+    """Return the new content of plan.json. UserError if the folder holds another plan, or more
+    blocks than this one has. Date and warnings stay those of the first start."""
     path, record = folder / "plan.json", plan_record(plan, utc_now())
     if not path.exists():
         if any(child.name != "lock" for child in folder.iterdir()):
             raise UserError(
-                f"{folder} is not empty and holds no plan.json: it is no comparison; take another "
+                f"{folder} is not empty and has no plan.json, so it is no comparison; give another "
                 "--out DIR"
             )
         return record
@@ -99,13 +99,13 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
             for one in (old, plan)
         )
         differences.append(
-            f"the end: {then} there, {now} now. That may come earlier; stopping when the figures "
-            "look good finds differences that do not exist"
+            f"the end: {then} there, {now} now. The new end may come earlier; stopping when the "
+            "figures look good finds differences that do not exist"
         )
     if differences:
         lines = "\n".join(f"    {line}" for line in differences)
         raise UserError(
-            f"{folder} holds another plan:\n{lines}\ngo on with the plan's own flags, or take "
+            f"{folder} holds another plan:\n{lines}\ncontinue with that plan's flags, or give "
             "another --out DIR"
         )
     later = record.ends if old.end != plan.end else ()
@@ -115,18 +115,19 @@ def checked_record(plan: Plan, folder: Path) -> PlanRecord:
 
 
 def check_sources(plan: Plan, folder: Path) -> None:
-    """Raise UserError if what is measured is not that any more with which the measuring began."""
+    """Raise UserError if the measured sources have changed since the comparison began."""
     if sources_sha256(plan) != read_plan(folder / "plan.json").trainers_sha256:
         what = "the scripts" if plan.side else "the sources of the recipe or the trainers"
         raise UserError(
-            f"{what} were changed meanwhile: the runs would not be of one training. Put them back "
-            "and go on, or start another with --new"
+            f"{what} have changed since the comparison began, so new runs would be of another "
+            "training. Restore them and run the same command, or start anew with --new"
         )
 
 
 def measure(plan: Plan, folder: Path) -> tuple[Plan, list[Run]]:
-    """Measure blocks until enough is known, each written when it is done. Return the plan as it was
-    carried out, and which whole runs failed; MeasurementError if a side of turns does."""
+    """Measure blocks until the end rule is met; each is written when it is done. Return the plan as
+    it was carried out, and the whole runs that failed. MeasurementError if a side fails in turns.
+    """
     groups = measured(plan, folder)
     while not (reason := reason_to_end(plan, groups)):
         check_sources(plan, folder)
@@ -147,20 +148,20 @@ def measure(plan: Plan, folder: Path) -> tuple[Plan, list[Run]]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether a run is complete: it ended well, and was sealed."""
+    """Return whether a run is complete: it ended well and was sealed."""
     return bool(read_outcome(folder).digest)
 
 
 def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
-    """Return those of the runs that are not complete."""
+    """Return the runs that are not complete."""
     return [run for run in runs if not is_complete(folder / run.folder)]
 
 
 def measured(plan: Plan, folder: Path) -> list[Group]:
-    """Return what has been measured in this folder, for each case and number of workers."""
+    """Return the measurements in this folder so far, for each case and number of workers."""
     path, read = folder / "plan.json", read_turns if plan.measure == "turns" else read_runs
     extensions = len(read_plan(path).ends) - 1 if path.exists() else 0
-    confidence = confidence_after(extensions)  # of the intervals, as the report has it
+    confidence = confidence_after(extensions)  # of the intervals, as in the report
     return [
         group_of(plan, case, workers, read(plan, folder, case, workers), confidence)
         for case, workers in plan.groups()
@@ -172,24 +173,24 @@ def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
 
 
 def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
-    """Return the blocks of turns that are there; UserError if their chain is broken."""
+    """Return the blocks of turns in the folder; UserError if their chain of digests is broken."""
     blocks, before = list[Block](), ""
     while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
         try:
-            told = read_sealed(path, folder, before)
+            sealed_block = read_sealed(path, folder, before)
         except UserError as error:
             raise UserError(
-                f"{error}; delete this block's folder and those of the blocks after it, and the "
-                "same command measures them anew"
+                f"{error}; delete this block's folder and those of the later blocks, and give the "
+                "same command to measure them anew"
             ) from None
-        blocks.append(parse_block(told, path))
-        before = told["digest"]
+        blocks.append(parse_block(sealed_block, path))
+        before = sealed_block["digest"]
     return blocks
 
 
 def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
-    """Return the blocks of whole runs, with the runs that are complete."""
-    found = []
+    """Return the blocks of whole runs, from the runs that are complete."""
+    complete = []
     for run in plan.runs():
         place = folder / run.folder
         if (run.case, run.workers) == (case, workers) and is_complete(place):
@@ -197,17 +198,17 @@ def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
                 read_record(place / "summary.json", TimedSummary),
                 read_outcome(place).seconds,
             )
-            found.append((run.block, run.configuration.name, summary, seconds))
-    return blocks_of_runs(found)
+            complete.append((run.block, run.configuration.name, summary, seconds))
+    return blocks_of_runs(complete)
 
 
 def is_finished(plan: Plan, folder: Path) -> bool:
-    """Tell whether nothing of the plan is left to be run in this folder."""
+    """Return whether nothing of the plan remains to be run in this folder."""
     return not missing(plan.runs(), folder) and bool(reason_to_end(plan, measured(plan, folder)))
 
 
 def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
-    """Measure the next block of turns; raises MeasurementError where a side fails."""
+    """Measure the next block of turns; raises MeasurementError if a side fails."""
     group = next_group(plan, groups)
     number = group.blocks + 1
     so_far = [*ratio_texts(group), time_left(plan, groups)]
@@ -230,7 +231,7 @@ def block_label(group: Group, number: int) -> str:
 
 
 def ratio_texts(group: Group) -> list[str]:
-    """Return what the blocks say of each pair so far, the widest interval first."""
+    """Return a text with each pair's speed ratio so far; the widest interval comes first."""
     return [
         f"{first} / {second} {ratio_text(one)}"
         + (f" +-{percent_text(one.relative_half_width)}" if one.blocks >= MIN_BLOCKS else "")
@@ -241,7 +242,7 @@ def ratio_texts(group: Group) -> list[str]:
 
 
 def time_left(plan: Plan, groups: Sequence[Group]) -> str:
-    """Say how long the blocks may yet take; empty if that is not known."""
+    """Return a text with the longest time that the remaining blocks may take; "" if unknown."""
     if not all(group.blocks for group in groups):
         return ""
     used = sum(group.seconds for group in groups)
@@ -250,17 +251,17 @@ def time_left(plan: Plan, groups: Sequence[Group]) -> str:
         if plan.blocks is None
         else sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
     )
-    # As much of the time that is to come will be disturbed as of what is over.
+    # Assume the same share of disturbed time as so far.
     left *= 1 + sum(group.disturbed_seconds for group in groups) / used
     return f"up to {duration(left)} left" if left > 0 else ""
 
 
 def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
-    """Say why the measuring is over, and what it took."""
+    """Return a text that says why the measuring has ended, and how long it took."""
     text = (
-        f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring, beside "
-        f"{duration(sum(group.disturbed_seconds for group in groups))} in which others used the "
-        "cores"
+        f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring, plus "
+        f"{duration(sum(group.disturbed_seconds for group in groups))} in which other processes "
+        "used the cores"
     )
     if plan.blocks is None and not is_enough(estimates_of(groups), plan):
         widest = max(one.relative_half_width for one in estimates_of(groups))
@@ -272,14 +273,14 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
 
 
 def make_missing(runs: list[Run], plan: Plan, folder: Path) -> list[Run]:
-    """Start those of the runs that are not complete, one after the other; return which failed."""
+    """Start the runs that are not complete, one after the other; return those that failed."""
     failed = []
     for run in missing(runs, folder):
         check_sources(plan, folder)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run.cell}"
         outcome = start_and_wait(run, folder, plan.timeout, label)
-        # By the mean of the runs that have ended; one that was not started took 0 s.
+        # From the mean time of the runs that have ended; 0 s means that a run was not started.
         done = [seconds for one in runs if (seconds := read_outcome(folder / one.folder).seconds)]
         left = mean(done) * len(missing(runs, folder)) if done else None
         show_outcome(label, run, folder / run.folder, outcome, left)
@@ -292,10 +293,10 @@ def make_missing(runs: list[Run], plan: Plan, folder: Path) -> list[Run]:
 
 
 def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: float | None) -> None:
-    """Print a run's line, and the end of its output if it failed."""
+    """Print a run's result as a line, and the end of its output if it failed."""
     ending = f"{duration(outcome.seconds)}{f'   about {duration(left)} left' if left else ''}"
     if outcome.leftover_processes:
-        ending += f"   processes left behind, and killed: {outcome.leftover_processes}"
+        ending += f"   killed leftover processes: {outcome.leftover_processes}"
     if outcome.status == "completed":
         speed = read_record(folder / "summary.json", Summary).images_per_second
         shown = f"   {speed:>9,.0f} images/s" if speed is not None else ""

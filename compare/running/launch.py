@@ -1,6 +1,6 @@
-"""Start runs, wait for their end, and leave no process of them behind.
+"""Start runs, wait for their end, and leave none of their processes behind.
 
-Started as a script, with a run's mark, it is the run's watchdog: see `Launches`.
+Run as a script, with a run's mark, this file is the run's watchdog: see `Launches`.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from compare.running.take_turns import busy_cpu_seconds, send_signal
 from recipe.files import write_json
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
-POLL_SECONDS = 0.5  # between two looks at a run, and updates of its line on a terminal
-TAIL_BYTES = 8192  # of metrics.jsonl: more than its last step line takes
-TAIL_LINES = 20  # of a failed run's output that are shown
+POLL_SECONDS = 0.5  # between two checks of a run, and updates of its line on a terminal
+TAIL_BYTES = 8192  # read from the end of metrics.jsonl; its last step line is shorter
+TAIL_LINES = 20  # shown of a failed run's output
 TAIL_INDENT = " " * 8
-# What recipe/errors.py prints, behind the mark of a rank or of horovodrun if there is one; and ssh.
+# An error of recipe/errors.py, perhaps after the prefix of a rank or of horovodrun; or one of ssh.
 CAUSE = re.compile(r"(\[[^]]*\](<stderr>:| ))*error: |ssh: |Host key |.*Permission denied \(")
 
 
@@ -44,8 +44,8 @@ def start_and_wait(
     label: str,
     end_after_steps: int | None = None,
 ) -> Outcome:
-    """Start one run in a clean folder, wait for its end and write how it ended. A warm-up is
-    complete after `end_after_steps`."""
+    """Start one run in a clean folder, wait for its end and record how it ended. A warm-up is
+    complete after `end_after_steps` steps."""
     folder = comparison / run.folder
     clear_folder(folder, keep_failure=end_after_steps is None)
 
@@ -71,12 +71,12 @@ def start_command(
     look: Callable[[float], Status | None] = lambda elapsed: None,
     counts_load: bool = True,
 ) -> Outcome:
-    """Start a command, its output in `folder`, and leave no process of it, whatever happens; write
-    how it ended into outcome.json.
+    """Start a command with its output in `folder`, and write how it ended into outcome.json. None
+    of its processes is left behind, whatever happens.
 
-    The status is "completed" if it ends well and has written `result`, else "failed"; "timed out";
-    or what `look` returns once that is not None: it is called again and again, with the seconds so
-    far.
+    The status is "completed" if it exits with 0 and has written `result`, else "failed"; "timed
+    out"; or what `look` returns. `look` is called repeatedly with the elapsed seconds, and ends the
+    command by a result that is not None.
     """
     status: Status | None = None
     busy, own = busy_cpu_seconds(), own_cpu_seconds()
@@ -90,7 +90,7 @@ def start_command(
         left = launches.end()
     seconds = time.monotonic() - began
     others = busy_cpu_seconds() - busy - (own_cpu_seconds() - own)
-    # What was killed is not among the children that were waited for.
+    # The CPU time of killed processes is not known: they are not waited for.
     is_counted = counts_load and not status and left == 0
     is_good = launcher.returncode == 0 and result.exists()
     outcome = Outcome(
@@ -105,12 +105,12 @@ def start_command(
 
 
 class Launches:
-    """Commands that run at the same time; used as a context, it leaves no process of them behind.
+    """Commands that run at the same time. Used as a context, it leaves none of their processes.
 
-    All their processes bear a mark in their environment, and whatever bears it is ended. (The
-    launchers' groups are not enough: horovodrun on Gloo puts each worker into a session of its
-    own.) If this process is gone, were it by `kill -9`, a watchdog does it: it waits for the end of
-    its input, which the kernel closes then.
+    All their processes have a mark in their environment, and every process with the mark is ended.
+    (The launchers' process groups are not enough: horovodrun on Gloo puts each worker into a
+    session of its own.) If this process dies, even by `kill -9`, a watchdog ends them: it waits for
+    the end of its standard input, which the kernel then closes.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Launches:
         variables: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a command, in a session of its own, with its words and its output in `folder`."""
+        """Start a command in a session of its own; write its words and its output to `folder`."""
         (folder / "command.txt").write_bytes(os.fsencode(shlex.join(command) + "\n"))
         with (folder / "output.log").open("wb") as log:
             launcher = subprocess.Popen(
@@ -154,20 +154,20 @@ class Launches:
         return launcher
 
     def wait(self, seconds: float) -> None:
-        """Wait until all launchers have ended, but no longer than this."""
+        """Wait until all launchers have ended, but at most `seconds`."""
         deadline = time.monotonic() + seconds
         for launcher in self.launchers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> int:
-        """End every process; return how many the launchers had left behind. Also after a normal
-        end: what a launcher leaves behind would slow the next run."""
+        """End every process; return the number of processes that the launchers left behind. Needed
+        after a normal end, too: a process that is left would slow the next run."""
         for launcher in self.launchers:
             if launcher.poll() is None:
                 os.killpg(launcher.pid, signal.SIGTERM)
         self.wait(GRACE_SECONDS)
-        # A launcher that has just ended may have workers that are about to.
+        # Workers of a launcher that has just ended may be about to end.
         _, alive = psutil.wait_procs(marked_processes(self.mark), timeout=1.0)
         kill_marked(self.mark)
         self.wait(GRACE_SECONDS)
@@ -175,7 +175,7 @@ class Launches:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill until none is left: one may be started while the others are killed.
+    """Kill all marked processes, repeatedly: one may start another while the rest are killed.
 
     Not for ever: a process that waits for a broken disk cannot be killed.
     """
@@ -197,13 +197,13 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def own_cpu_seconds() -> float:
-    """Return the CPU time of this process and of all descendants that have ended and were waited
-    for: a launcher that ends in order has waited for its workers."""
+    """Return the CPU time, in s, of this process and of all descendants that have ended and were
+    waited for. A launcher that ends normally has waited for its workers."""
     return float(sum(psutil.Process().cpu_times()[:4]))  # user, system, and both of children
 
 
 def watch(mark: str, grace_seconds: float) -> None:
-    """Wait for the end of the input, then end whatever is left."""
+    """Be the watchdog: wait for the end of the input, then end all marked processes."""
     sys.stdin.buffer.read()
     processes = marked_processes(mark)
     send_signal(processes, signal.SIGTERM)
@@ -212,7 +212,8 @@ def watch(mark: str, grace_seconds: float) -> None:
 
 
 def clear_folder(folder: Path, keep_failure: bool) -> None:
-    """Make an empty folder; what an interruption left is deleted, what failed is put aside."""
+    """Make an empty folder. Files of an interrupted run are deleted, those of a failed one (with
+    `keep_failure`) are put aside."""
     if keep_failure and (folder / "outcome.json").exists():
         folder.rename(failed_folder(folder))
     shutil.rmtree(folder, ignore_errors=True)
@@ -220,7 +221,7 @@ def clear_folder(folder: Path, keep_failure: bool) -> None:
 
 
 def failed_folder(folder: Path) -> Path:
-    """Return where what failed in this folder is put aside."""
+    """Return the first free name to put a failed run's folder aside."""
     names = (folder.with_name(f"{folder.name}.failed-{n}") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -228,38 +229,40 @@ def failed_folder(folder: Path) -> Path:
 def print_live(parts: Sequence[str]) -> None:
     """Write a line that the next one overwrites; on a terminal only."""
     if sys.stdout.isatty():
-        # A line that the terminal wraps could not be written over.
+        # A line that the terminal wraps could not be overwritten.
         text = "   ".join(filter(None, parts))[: shutil.get_terminal_size().columns - 1]
         print(f"\r{text}", end="\033[K", flush=True)
 
 
 def print_line(text: str) -> None:
-    """Print a finished line, over the running one on a terminal."""
+    """Print a finished line; on a terminal it overwrites the live one."""
     print(f"\r{text}\033[K" if sys.stdout.isatty() else text, flush=True)
 
 
 def shown_tail(folder: Path, indent: str = "  ", kept: Path | None = None) -> str:
-    """Return the last lines of a failed run's output, and where all of it is (`kept`: it will be in
-    that folder); first what a trainer or ssh said, if its launcher has said more since."""
+    """Return the last lines of a failed run's output, and the path of all of it (in `kept`, if the
+    folder will be moved there). If an error of a trainer or of ssh comes before these lines, it is
+    put first."""
     lines = (folder / "output.log").read_text(errors="replace").splitlines()
-    earlier, said = lines[:-TAIL_LINES], list[str]()
+    earlier, cause = lines[:-TAIL_LINES], list[str]()
     for at, line in enumerate(earlier):
-        if CAUSE.match(line):  # with its further mistakes, which are indented
+        if CAUSE.match(line):  # an error's further lines are indented
             rest = takewhile(lambda one: one.startswith("  "), earlier[at + 1 :])
-            said = [line, *rest, "..."]
+            cause = [line, *rest, "..."]
             break
-    shown = [*said, *lines[-TAIL_LINES:]]
+    shown = [*cause, *lines[-TAIL_LINES:]]
     marked = [f"{indent}| {line}" for line in shown]
     return "\n".join([*marked, f"{indent}all of it: {kept or folder}/output.log"])
 
 
 def last_step(metrics: Path) -> dict[str, Any] | None:
-    """Return the last step line of a metrics.jsonl, by reading its end alone: it may be long."""
+    """Return the last step line of a metrics.jsonl; only the end of the file is read, since it may
+    be long."""
     with contextlib.suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        # The last line may be half written, the first one is cut off.
-        if found := re.findall(rb'^{"kind": "step".*}$', file.read(), re.MULTILINE):
-            step: dict[str, Any] = json.loads(found[-1])
+        # The last line may be half written, and the first one is cut off.
+        if steps := re.findall(rb'^{"kind": "step".*}$', file.read(), re.MULTILINE):
+            step: dict[str, Any] = json.loads(steps[-1])
             return step
     return None
 
@@ -273,7 +276,7 @@ def utc_now() -> str:
 
 
 def utc_stamp() -> str:
-    """Return the time as a part of a folder's name: 20260131-120000. Such names sort by age."""
+    """Return the UTC time for a folder's name: 20260131-120000. Such names sort by age."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
 
 

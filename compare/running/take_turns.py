@@ -1,30 +1,30 @@
-"""Take turns, in a process that trains, with what it is compared with.
+"""The rank's part of taking turns: runs inside and beside each process that trains.
 
     python compare/running/take_turns.py TRAINER ...
 
-runs a trainer of this project so, unmodified, under its own launcher, once for each rank: its
-`main` is called with `Hooks`, and what a step entails, be it a line of the record or a checkpoint,
-is inside a turn. Other scripts say themselves that a step has ended (compare/side.py). The variable
-`SCHEDULER` says which of those that are compared this is, and where the scheduler listens.
+runs a trainer of this project, unmodified, under its own launcher, once for each rank. It calls the
+trainer's `main` with `Hooks`; everything that a step entails, such as a line of the record or a
+checkpoint, is inside a turn. Other scripts report the end of a step themselves (compare/side.py).
+The variable `SCHEDULER` says which side this process belongs to, and where the scheduler listens.
 
-Scripts of a user's own load this file, in whichever environment they run: it needs psutil alone.
+A user's own scripts load this file in any environment, so it needs no package but psutil.
 
-Beside each rank, on whichever host that is, is a small process, its agent. It holds the connection
-to the scheduler (scheduler.py), pauses its rank with all that the rank has started (SIGSTOP), lets
-it go on, and passes messages on to it and from it. Launchers are never paused: they only wait. The
-rank forks it before it loads anything large. If the scheduler is gone, or its host, the agent ends
-the rank; if the agent is gone, a rank that is not paused ends itself.
+Each rank has an agent on its host: a small process that holds the connection to the scheduler
+(scheduler.py), pauses and continues the rank with all processes that it has started (SIGSTOP,
+SIGCONT), and passes on messages in both directions. Launchers are never paused: they only wait. The
+rank forks its agent before it loads anything large. If the scheduler or its host is gone, the agent
+ends the rank; if the agent is gone, a rank that is not paused ends itself.
 
-A message is a `State` with values, as JSON, one a message of multiprocessing.connection, never
-pickled. The scheduler sends which state a rank is to take:
+A message is a `State` with values, as JSON: one message of multiprocessing.connection, never
+pickled. The scheduler sends the state that a rank must take:
 
-    RUNNING   do a turn of `steps` steps; does it `exchange` gradients, and is a `digest` of the
-              weights asked for at its end?
-    PAUSED    be stopped
+    RUNNING   make a turn of `steps` steps; `exchange`: with exchange of gradients; `digest`: report
+              a digest of the weights at the end
+    PAUSED    stop
     ENDED     end
 
-and it is sent which one the rank has: STARTING, with who it is; READY after its warm-up and after a
-turn, with its measurements; PAUSED; ENDED.
+The agent sends the state that the rank is in: STARTING, with its identity; READY after the warm-up
+and after each turn, with its measurements; PAUSED; ENDED.
 """
 
 import enum
@@ -57,58 +57,58 @@ import psutil
 from compare.plan.blocks import DELAY, LEAD_IN_STEPS
 from recipe.world import World, read_world
 
-# While a side is paused, clocks go on. Longer than that ever takes must those have patience who
-# watch by them: Horovod's background threads on Gloo, which wait for each other all the time, and
-# torch's monitor of the thread that watches over NCCL (480 s by default, then it aborts).
+# Time-outs that keep running while a side is paused: they must never expire. Horovod's background
+# threads on Gloo wait for each other all the time; torch's monitor of its NCCL watchdog thread
+# aborts after 480 s by default.
 NEVER_S = "1000000"
 PATIENT = {
     "HOROVOD_GLOO_TIMEOUT_SECONDS": NEVER_S,
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": NEVER_S,
 }
-ENDLESS_IMAGES = 1 << 22  # of an epoch, so that none ends in a turn
-# The variable that says where the scheduler listens, who this is, and how many steps make its
-# warm-up: ADDRESS,ADDRESS:PORT KEY SIDE STEPS
+ENDLESS_IMAGES = 1 << 22  # length of an epoch, so that no epoch ends in a turn
+# Environment variable: where the scheduler listens, the name of the side, and the number of warm-up
+# steps, as ADDRESS,ADDRESS:PORT KEY SIDE STEPS
 SCHEDULER = "COMPARE_SCHEDULER"
-UNREACHABLE = "the scheduler of turns cannot be reached"  # by which it knows this error
-CONNECT_SECONDS = 5.0  # for each address
-SOCKET_OPTIONS = (  # for a host that has vanished to be missed within a minute or so
+UNREACHABLE = "the scheduler of turns cannot be reached"  # the scheduler looks for this text
+CONNECT_SECONDS = 5.0  # time-out for each address
+SOCKET_OPTIONS = (  # to notice within about a minute that a host has vanished
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-RANK_END_SECONDS = 3.0  # that a rank may take to end
+RANK_END_SECONDS = 3.0  # given to a rank to end by itself
 MOST_BYTES = 1 << 16  # of a message
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # hosts that share a kernel share its cores, too
 OPEN_FILES, CPU_INFO = Path("/proc/self/fd"), Path("/proc/cpuinfo")
-# Whose versions a script's record tells, of those that it has loaded.
+# The packages whose versions a script's record holds, if the script has loaded them.
 FRAMEWORKS = (
     "torch", "torchvision", "horovod", "mpi4py", "tensorflow", "jax", "deepspeed", "lightning",
 )  # fmt: skip
-# Of BatchNorm, which each rank has of its own batches.
+# Buffers of BatchNorm: each rank has its own, from its own batches.
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-Weights = Callable[[], Mapping[str, Any]]  # which returns arrays or tensors by name
+Weights = Callable[[], Mapping[str, Any]]  # returns arrays or tensors by name
 
 
 class State(enum.Enum):
     """What a rank does."""
 
-    STARTING = "starting"  # up to the end of its warm-up
-    READY = "ready"  # waits for a turn; threads of it may poll
-    RUNNING = "running"  # does a turn
+    STARTING = "starting"  # until the end of its warm-up
+    READY = "ready"  # waits for a turn; some of its threads may poll
+    RUNNING = "running"  # makes a turn
     PAUSED = "paused"
     ENDED = "ended"
 
 
 def send(connection: Connection, state: State, **values: Any) -> None:
-    """Send a message; if nobody is left to read it, `receive` will find that out."""
+    """Send a message. Errors are ignored: if the other end is gone, `receive` returns ENDED."""
     with suppress(OSError):
         connection.send_bytes(json.dumps({"state": state.value, **values}).encode())
 
 
 def receive(connection: Connection) -> tuple[State, dict[str, Any]]:
-    """Wait for the next message: a state and its values; ENDED if nobody is left to send one."""
+    """Wait for the next message; return its state and values, or ENDED if the other end is gone."""
     try:
         values = json.loads(connection.recv_bytes(MOST_BYTES))
     except (EOFError, OSError):
@@ -117,8 +117,9 @@ def receive(connection: Connection) -> tuple[State, dict[str, Any]]:
 
 
 def join(ranks: int | None = None, weights: Weights | None = None) -> "Client":
-    """Take part in the comparison that `SCHEDULER` names, as one of `ranks` (None: as many as this
-    process's launcher says). What this process starts takes no part: it has no such variable."""
+    """Take part in the comparison that `SCHEDULER` names, as one of `ranks` ranks (None: as many as
+    the launcher's variables say). Processes that this one starts take no part: the variable is
+    removed."""
     addresses, key, side, warm_up = os.environ.pop(SCHEDULER).split()
     world = read_world()
     agent = start_agent(
@@ -130,17 +131,17 @@ def join(ranks: int | None = None, weights: Weights | None = None) -> "Client":
 
 
 def start_agent(scheduler: Connection, **who: Any) -> Connection:
-    """Fork this process's agent, which tells the scheduler `who` this is, and return the connection
-    to the agent."""
+    """Fork this process's agent and return the connection to it. The agent sends the scheduler
+    `who`: the rank's identity, in the fields of scheduler.Rank."""
     here, there = Pipe()
     rank = psutil.Process()
     with warnings.catch_warnings():
-        # Python warns of a fork beside threads; the agent touches nothing that they may have held.
+        # Python warns if a process with threads forks. The agent uses no lock that they may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:
-            os.setsid()  # no part of what launchers signal
+            os.setsid()  # leave the process group that launchers send signals to
             keep_open(scheduler.fileno(), there.fileno())
             send(scheduler, State.STARTING, **who)
             serve(scheduler, there, rank)
@@ -152,8 +153,8 @@ def start_agent(scheduler: Connection, **who: Any) -> Connection:
 
 
 def keep_open(*descriptors: int) -> None:
-    """Close all that this process has open but these: peers and launchers of the rank that it was
-    forked from wait for the end of what that holds."""
+    """Close all open files of this process but these. They are copies of the rank's, and the rank's
+    peers and launcher wait until every copy is closed."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for output in range(3):
         os.dup2(nowhere, output)
@@ -165,7 +166,7 @@ def keep_open(*descriptors: int) -> None:
 
 def connect(addresses: str, key: str) -> Connection:
     """Return the connection to the scheduler, at the first address of `ADDRESS,ADDRESS:PORT` that
-    answers and has the key; ends this process if none does."""
+    answers and knows the key. End this process if none does."""
     hosts, _, port = addresses.rpartition(":")
     problems = []
     for host in hosts.split(","):
@@ -184,7 +185,7 @@ def connect(addresses: str, key: str) -> Connection:
 
 
 def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> None:
-    """Serve until the rank or the scheduler has ended; then leave nothing of the rank."""
+    """Be the agent until the rank or the scheduler has ended, then kill the rank."""
     tree, busy, began = [rank], 0.0, 0.0
     try:
         while True:
@@ -195,7 +196,7 @@ def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> No
                     send_signal(tree, signal.SIGCONT)
                     send(client, State.ENDED)
                     with suppress(psutil.TimeoutExpired):
-                        rank.wait(RANK_END_SECONDS)  # it may end by itself
+                        rank.wait(RANK_END_SECONDS)  # let it end by itself
                     return
                 if sender is client:
                     values["busy"] -= busy
@@ -213,17 +214,17 @@ def serve(scheduler: Connection, client: Connection, rank: psutil.Process) -> No
 
 
 def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send processes a signal; those that have ended are left out."""
+    """Send a signal to processes, skipping those that have ended."""
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)
 
 
 def busy_cpu_seconds() -> float:
-    """Return for how long, in seconds times cores, this machine has been busy since it started.
+    """Return this machine's busy CPU time since it started, in core-seconds.
 
-    Time that a hypervisor gave to other guests ("steal") counts: those cores were not ours. So does
-    that of guests of this machine, once: Linux has it in `user`.
+    Time that a hypervisor gave to other guests ("steal") counts: those cores were not available.
+    The time of this machine's own guests counts once: Linux includes it in `user`.
     """
     times = psutil.cpu_times()
     names = ("user", "nice", "system", "irq", "softirq", "steal")
@@ -231,16 +232,16 @@ def busy_cpu_seconds() -> float:
 
 
 def tree_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return a process and all that it has started, but for this one; none if it has ended."""
+    """Return a process and all its descendants without this process; [] if it has ended."""
     with suppress(psutil.Error):
-        found = [process, *process.children(recursive=True)]
-        return [one for one in found if one.pid != os.getpid()]
+        tree = [process, *process.children(recursive=True)]
+        return [one for one in tree if one.pid != os.getpid()]
     return []
 
 
 def pause(rank: psutil.Process) -> list[psutil.Process]:
-    """Stop a rank and all that it has started; return them. Looks again, in case one of them was
-    just starting another."""
+    """Stop a rank and all its descendants, and return them. Repeats until there are no new ones,
+    since one of them may just have started another."""
     stopped: list[psutil.Process] = []
     while new := [one for one in tree_of(rank) if one not in stopped]:
         send_signal(new, signal.SIGSTOP)
@@ -249,13 +250,13 @@ def pause(rank: psutil.Process) -> list[psutil.Process]:
 
 
 class Client:
-    """One rank's turns: a turn is a lead-in step and then `steps` optimizer steps on the clock.
+    """One rank's turns: a turn is a lead-in step and then `steps` timed optimizer steps.
 
-    The lead-in is there because a turn's first step is not like the others: all ranks begin it at
-    once, and the caches hold what another side left. The warm-up ends as a turn does.
+    The lead-in is there because the first step of a turn differs from the others: all ranks begin
+    it at once, and the caches hold another side's data. The warm-up ends as a turn does.
 
-    `weights` are those of a script of a user's own. Their digest is told after the warm-up alone:
-    then all sides have made equally many steps.
+    `weights` returns those of a user's own script. Their digest is reported only once, after the
+    warm-up, when all sides have made the same number of steps.
     """
 
     def __init__(self, agent: Connection, warm_up: int, weights: Weights | None = None) -> None:
@@ -268,9 +269,9 @@ class Client:
     def step_ended(
         self, session: Any = None, model: Any = None, unit: str = "", amount: float = 0.0
     ) -> None:
-        """Count a step; at a turn's end report it and wait for the next one. A trainer gives its
-        session, and the model if each rank holds all of it; another script, what this rank's step
-        has done, of which unit."""
+        """Count a step; at the end of a turn report it and wait for the next turn. A trainer gives
+        its session, and the model if each rank holds all of it. Another script gives the amount of
+        work of this rank's step, and its unit."""
         self.done += 1
         if session is not None:
             seen = session.progress.samples_seen
@@ -280,44 +281,45 @@ class Client:
         left = LEAD_IN_STEPS + self.steps - self.done
         if left == 0:
             synchronize()
-            # Once a turn: sleeps overrun, and after each step GPUs would have work left.
+            # Once per turn: sleeps overrun, and after each single step a GPU would still be busy.
             time.sleep(self.delay * (time.monotonic() - self.began))
-            told = {"seconds": time.monotonic() - self.began, **self.spent()}
-            send(self.agent, State.READY, **told, **self.trained(session, model))
+            times = {"seconds": time.monotonic() - self.began, **self.spent()}
+            send(self.agent, State.READY, **times, **self.trained(session, model))
             self.wait()
         elif self.done == LEAD_IN_STEPS:
             synchronize()
             self.amount, self.laps, self.began = 0.0, [], time.monotonic()
 
     def spent(self) -> dict[str, float]:
-        """Return the CPU time since the turn began, and until when; and by then the CPU time of the
-        whole machine, read before this process looks at all others, which would count as theirs."""
+        """Return this rank's CPU time since the turn began, the time now, and the whole machine's
+        busy CPU time. The last two are read first: the walk through all processes would otherwise
+        count as load of other processes."""
         now, busy = time.monotonic(), busy_cpu_seconds()
         return {"cpu_seconds": cpu_seconds() - self.before, "until": now, "busy": busy}
 
     def trained(self, session: Any, model: Any) -> dict[str, Any]:
-        """Return what was done in the turn: images, or what a script counts; a trainer's phases of
-        the mean step, and the digest of the weights if it was asked for; after the warm-up what it
-        runs on, and a script's digest."""
-        told: dict[str, Any] = {"images": self.amount, "unit": self.unit}
+        """Return the work of the turn: the images, or whatever unit a script counts. A trainer adds
+        the phases of the mean step, and the digest of the weights if `digest` is set. After the
+        warm-up come the facts about the environment, and the digest of a script's weights."""
+        measured: dict[str, Any] = {"images": self.amount, "unit": self.unit}
         if not self.is_warm:
-            told["facts"] = facts(read_world())
+            measured["facts"] = facts(read_world())
             if self.weights is not None:
-                told["weights"] = digest_of(self.weights())
+                measured["weights"] = digest_of(self.weights())
         self.is_warm = True
         if session is not None:
             phases = session.meter.clock.seconds(self.laps)
-            told["phases"] = {name: seconds / self.steps for name, seconds in phases.items()}
+            measured["phases"] = {name: seconds / self.steps for name, seconds in phases.items()}
         if self.digest and model is not None:
             from recipe.record.fingerprint import weights_sha256  # loads torch
 
-            told["weights"] = weights_sha256(model, buffers=False)
-        return told
+            measured["weights"] = weights_sha256(model, buffers=False)
+        return measured
 
     def wait(self) -> None:
-        """Wait for the next turn; ends the process when there is none."""
+        """Wait for the next turn; end the process if there is none."""
         state, values = receive(self.agent)
-        if state is State.ENDED:  # tidy ways out would evaluate, and write a checkpoint
+        if state is State.ENDED:  # a normal end would evaluate and write a checkpoint
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -328,16 +330,16 @@ class Client:
 
 
 def synchronize() -> None:
-    """Wait until the GPU has done what it was given, if there is one."""
+    """Wait until the GPU, if there is one, has finished its work."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and all that it has started so far, user and system."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # those that it has waited for
-    # The process' own in nanoseconds; psutil counts in hundredths of a second.
+    """Return the user and system CPU time, in s, of this process and all its descendants so far."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # children that were waited for
+    # process_time() has a resolution of nanoseconds, psutil of hundredths of a second.
     total = time.process_time() + ended.ru_utime + ended.ru_stime
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -346,8 +348,8 @@ def cpu_seconds() -> float:
 
 
 def digest_of(weights: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of arrays or tensors, by name: with the same name in a wrapper and out of
-    it, and without BatchNorm's running statistics. ValueError for none."""
+    """Return the SHA-256 of arrays or tensors, in the order of their names. The prefix "module." of
+    a wrapper and BatchNorm's running statistics are left out. ValueError if there are none."""
     if not weights:
         raise ValueError("Side(weights=...) returned no weights: give model.state_dict, as it is")
     digest = sha256()
@@ -364,7 +366,7 @@ def digest_of(weights: Mapping[str, Any]) -> str:
 
 
 def facts(world: World) -> dict[str, Any]:
-    """Return what a script of a user's own ran on, by the names of environment.json."""
+    """Return the environment of a user's own script, under the names of environment.json."""
     torch = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in FRAMEWORKS}
@@ -401,13 +403,13 @@ CLIENT: Client | None = None
 
 
 def step_ended(session: Any = None, model: Any = None) -> None:
-    """Say that an optimizer step has ended; does nothing when nobody measures."""
+    """Report that an optimizer step has ended; do nothing outside a comparison."""
     if CLIENT is not None:
         CLIENT.step_ended(session, model)
 
 
 def exchanges() -> bool:
-    """Whether this turn's steps exchange gradients."""
+    """Return whether this turn's steps exchange gradients."""
     return CLIENT is None or CLIENT.exchange
 
 
@@ -419,7 +421,7 @@ def join_if_measured() -> None:
 
 
 def main() -> None:
-    """Join the comparison, before anything large is loaded, then be the trainer."""
+    """Join the comparison before anything large is loaded, then run the trainer."""
     join_if_measured()
     os.environ.update(PATIENT)
     del sys.argv[0]
@@ -428,20 +430,22 @@ def main() -> None:
 
 
 def train(path: str) -> None:
-    """Be the trainer at this path, whose steps are counted, all of batches as large as --batch-size
-    says: it goes on past --max-steps, and no epoch ends in a turn. It keeps the waiting out of its
-    clocks.
+    """Run the trainer at this path, and count its steps.
 
-    Nor does torch give up: the thread that watches over NCCL looks every tenth of a second, and
-    then at an exchange's age before it asks whether that has ended, perhaps just before a pause.
+    All steps have a batch of --batch-size. The trainer goes on past --max-steps, and no epoch ends
+    in a turn. Its clocks do not count the time in which it waits.
+
+    stall_timeout=0 also keeps torch from aborting. Its NCCL watchdog looks every 0.1 s, and checks
+    the age of an exchange before it checks whether the exchange has ended, which may have been just
+    before a pause.
     """
-    from recipe.start import Hooks, run_script  # which scripts of a user's own do without
+    from recipe.start import Hooks, run_script  # not needed by a user's own scripts
 
     hooks = Hooks(step_ended, exchanges, ENDLESS_IMAGES)
     run_script(path, None, hooks, max_steps=None, batch_size_warmup_epochs=0, stall_timeout=0)
 
 
 if __name__ == "__main__":
-    from compare.running import take_turns  # the module that scripts import, not this copy of it
+    from compare.running import take_turns  # the module that scripts import, not __main__
 
     take_turns.main()

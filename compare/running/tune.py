@@ -1,10 +1,11 @@
-"""What `run.py --tune FILE` does: find, on this machine, what makes each engine's exchange of
-gradients faster, and write it into a file that both trainers read (`--knobs FILE`).
+"""`run.py --tune FILE`: find the settings (knobs) with which each engine exchanges gradients
+fastest on this machine, and write them into a file for both trainers (`--knobs FILE`).
 
-Knob by knob, those that promise most first. The values of a knob, and the best so far, are the
-configurations of an ordinary comparison by turns, of `--rounds` blocks, with a folder of its own.
-The fastest whose gain is proven is kept. At the end all of it is compared with the defaults, in new
-blocks: those that chose it flatter it. What does not hold there is written as a comment.
+The search goes knob by knob, the most promising first. The values of a knob and the best setting so
+far are the configurations of an ordinary comparison by turns, of `--rounds` blocks, in a folder of
+its own. The fastest value with a proven gain is kept. At the end all kept values are compared with
+the defaults in new blocks, because the blocks that selected them overestimate their gain. If that
+shows no gain, the values are written as comments.
 """
 
 import argparse
@@ -30,15 +31,16 @@ from recipe.settings.config import read_flags
 from recipe.settings.flags import FLAGS, flag_name, spelled, without_flag
 from recipe.settings.knobs import SETTINGS, Knobs, knobs_text
 
-Values = dict[str, Knobs]  # by their names; the engine's own default is not among them
+Values = dict[str, Knobs]  # the values of a knob by name, without the engine's own default
 TUNING_ROUNDS = 5
 MIB = 2**20
 ALGORITHMS = {"recursive-doubling": "3", "ring": "4", "segmented-ring": "5", "Rabenseifner": "6"}
-# By which Open MPI takes one of them; without a size the segmented ring does not cut the message.
+# Variables that select one of them in Open MPI. Without a segment size the segmented ring does not
+# divide the message.
 MPI_VARIABLES = [f"OMPI_MCA_coll_tuned_{name}" for name in (
     "use_dynamic_rules", "allreduce_algorithm", "allreduce_algorithm_segmentsize",
 )]  # fmt: skip
-LEAST_GAIN = 1.01  # less is not worth a line in the file
+LEAST_GAIN = 1.01  # speed ratio; a smaller gain is not worth a line in the file
 NO_FLAGS = (
     "measure", "until_interval", "minutes", "null", "blocks", "new", "dry_run",
 )  # fmt: skip
@@ -46,27 +48,27 @@ NO_FLAGS = (
 
 def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     """Return the plan of the search: one configuration of each engine, one training, one number of
-    workers. UserError where the flags ask for something else."""
+    workers. UserError if the flags ask for something else."""
     options.tuning_rounds = options.tuning_rounds or TUNING_ROUNDS
     words = [*plan.trainer_arguments, *(w for case in plan.case.values() for w in case.flags)]
     known = [plan.known()[name] for name in plan.configurations]
-    # The first of each engine: in a plan for tuned against tuned that is the plain one.
+    # The first of each engine, which in the plan tuned-against-tuned is the untuned one.
     chosen = {one.engine: one.name for one in reversed(known)}
     rest = [one.name for one in known if one.name not in chosen.values()]
     refuse(
-        *((getattr(options, name), f"--{name.replace('_', '-')}: does not go together with --tune; "
-           "leave it out (--rounds says how many blocks, --out where a new search begins)")
+        *((getattr(options, name), f"--{name.replace('_', '-')}: cannot be combined with --tune; "
+           "leave it out (--rounds sets the number of blocks, --out the folder of a new search)")
           for name in NO_FLAGS),
-        (options.tune.exists(), f"--tune {options.tune}: is there already; name a new file, as in "
-         "knobs.toml, or move that one away"),
+        (options.tune.exists(), f"--tune {options.tune}: exists already; name a new file, such as "
+         "knobs.toml, or move the old one away"),
         (options.tuning_rounds < 3, f"--rounds {options.tuning_rounds}: give at least 3"),
         (max(plan.workers) < 2, "--workers 1: a single worker exchanges nothing; give at least 2"),
         (len(plan.cases) > 1, "--tune: the plan has several cases ("
-         f"{', '.join(plan.cases)}), and a file of knobs is for one; name "
+         f"{', '.join(plan.cases)}), but a file of knobs is for one; name "
          "it, as in --case 'NAME=flags'"),
         ("--knobs" in map(flag_name, words),
-         "--knobs among the trainers' flags: --tune begins from the defaults"),
-        (chosen.keys() - SETTINGS.keys(), "--tune: has no settings of "
+         "--knobs among the trainers' flags: --tune begins from the defaults; leave it out"),
+        (chosen.keys() - SETTINGS.keys(), "--tune: there are no settings of "
          f"{', '.join(chosen.keys() - SETTINGS.keys())} to tune; leave it out"),
         (options.configurations and rest,
          f"--configurations: --tune takes one of each engine; leave out {' '.join(rest)}"),
@@ -90,16 +92,16 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
 
 
 def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
-    """Search for each engine's knobs and write the file; return the exit code. `plan` is of
-    `tuning_plan`."""
+    """Search for each engine's best knobs and write the file; return the exit code. `plan` comes
+    from `tuning_plan`."""
     parts = [
         commented(
             f"Knobs of the two engines, for the trainers' --knobs. Found {utc_now()[:10]} by",
             f"    {shlex.join(['python', path_from_here('compare/run.py'), *argv])}",
             f"with {max(plan.workers)} workers on {plan.hosts or platform.node()}, in {folder}.",
-            "Each gain is a ratio of speeds, value / best before it, with its 95 % interval. On",
+            "Each gain is a speed ratio, value / best before it, with its 95 % interval. On",
             "another machine or network, with another model or number of workers, other values are",
-            "faster: make the file anew. Flags and variables of the environment win over it.",
+            "faster: make the file anew. Flags and environment variables override it.",
         )
     ]
     parts += [
@@ -108,65 +110,65 @@ def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str])
     options.tune.parent.mkdir(parents=True, exist_ok=True)
     replace_file(options.tune, "\n\n".join(parts) + "\n")
     print(
-        f"\nwritten: {options.tune}. To train with it:  --knobs {options.tune}\n"
-        "To compare the tuned engines: this command without --tune, and that among the trainers' "
-        "flags"
+        f"\nwritten: {options.tune}. To train with it, add  --knobs {options.tune}\n"
+        "To compare the tuned engines, repeat this command without --tune and add that flag to the "
+        "trainers' flags"
     )
     return 0
 
 
 def tune_engine(one: Configuration, plan: Plan, folder: Path, rounds: int) -> str:
-    """Find one engine's knobs, measure them once more against the defaults, and return what the
-    file says of them."""
-    best, told = Knobs(), [one.name]
+    """Find one engine's best knobs, compare them with the defaults, and return the engine's part of
+    the file."""
+    best, comments = Knobs(), [one.name]
     for knob, values in free_knobs(one, plan).items():
         tried = {
             name: Knobs(best.settings | more.settings, best.variables | more.variables)
             for name, more in values.items()
         }
-        found = compare(one, plan, {"as-before": best, **tried}, rounds, folder / knob)
-        if gains := {name: estimate.ratio for name, estimate in found.items() if is_gain(estimate)}:
+        speeds = compare(one, plan, {"as-before": best, **tried}, rounds, folder / knob)
+        if gains := {name: speed.ratio for name, speed in speeds.items() if is_gain(speed)}:
             winner = max(gains, key=lambda name: gains[name])
             best = tried[winner]
-            told.append(f"{knob} {winner}: {ratio_words(found[winner])}")
+            comments.append(f"{knob} {winner}: {ratio_words(speeds[winner])}")
             print(f"  kept: {winner}")
     if best == Knobs():
-        return commented(*told, "nothing was shown to be faster than the defaults")
+        return commented(*comments, "nothing was shown to be faster than the defaults")
     both = {"defaults": Knobs(), "tuned": best}
     check = compare(one, plan, both, rounds, folder / "against-defaults").get("tuned")
-    told.append(f"all against the defaults: {ratio_words(check) if check else 'failed'}")
+    comments.append(f"all against the defaults: {ratio_words(check) if check else 'failed'}")
     tables = knobs_text({one.engine: best}).rstrip()
     if not check or not is_gain(check):
-        told.append("no gain was proven: take the # away to use it all the same")
+        comments.append("no gain was proven; remove the # to use these values all the same")
         tables = commented(tables)
-    return f"{commented(*told)}\n{tables}"
+    return f"{commented(*comments)}\n{tables}"
 
 
 def is_gain(estimate: Estimate) -> bool:
-    """Tell whether a value is proven to be faster, by more than nothing to speak of."""
+    """Return whether a value is proven to be faster, by at least LEAST_GAIN."""
     return estimate.ratio >= LEAST_GAIN and (estimate.low or 0.0) > 1
 
 
 def ratio_words(one: Estimate) -> str:
-    """Say a ratio with its interval, which `--rounds` blocks always have."""
+    """Return a speed ratio and its interval in words; `--rounds` blocks always have an interval."""
     return f"{one.ratio:.3f} times the speed, 95 % interval {one.low:.3f} to {one.high:.3f}"
 
 
 def commented(*texts: str) -> str:
-    """Return texts as lines of a comment; quoted words may have several."""
+    """Return texts as comment lines; a text may have several lines."""
     return "\n".join(f"# {line}".rstrip() for text in texts for line in text.splitlines())
 
 
 def compare(
     one: Configuration, plan: Plan, candidates: Values, blocks: int, folder: Path
 ) -> dict[str, Estimate]:
-    """Return the speed of each candidate over that of the first, without those that fail: by an
-    ordinary comparison of `one` with each of these knobs, which can be interrupted."""
+    """Return the speed ratio of each candidate to the first, without candidates that fail. This is
+    an ordinary comparison of `one` with each candidate's knobs, and can be interrupted."""
     first, *others = candidates
     if not others:
         return {}
     base = plan.configuration[one.name].base if one.name in plan.configuration else one.name
-    own = {
+    with_knobs = {
         name: OwnConfiguration(
             base, Words((*one.flags, *knob_flags(knobs))), one.environment | knobs.variables
         )
@@ -176,8 +178,8 @@ def compare(
     place.mkdir(parents=True, exist_ok=True)
     asked = replace(
         plan,
-        configurations=tuple(own),
-        configuration=own,
+        configurations=tuple(with_knobs),
+        configuration=with_knobs,
         judged_pairs=tuple((name, first) for name in others),
         blocks=blocks,
     )
@@ -188,25 +190,25 @@ def compare(
         measure(asked, place)
     except MeasurementError as error:
         print_line(f"    {error}")
-        what = f"{one.name}: what was best so far failed; its output is in {place}"
-        refuse((error.side in (None, first), what))
+        problem = f"{one.name}: the best setting so far failed; its output is in {place}"
+        refuse((error.side in (None, first), problem))
         rest = {name: knobs for name, knobs in candidates.items() if name != error.side}
         return compare(one, plan, rest, blocks, folder)
     [group] = measured(asked, place)
-    found = {name: group.estimates[name, first] for name in others}
-    for name, estimate in found.items():
+    speeds = {name: group.estimates[name, first] for name in others}
+    for name, estimate in speeds.items():
         print(f"  {folder.name} {name}: {ratio_words(estimate)}")
-    return found
+    return speeds
 
 
-# The knobs, and how a run gets them.
+# The knobs, and how they reach a run.
 
 
 def knobs_for(run: Run) -> dict[str, Values]:
-    """Return what is to be tried for a run's engine, most promising first.
+    """Return the knobs and values to try for a run's engine, the most promising first.
 
-    NCCL's own variables are not among it: it chooses algorithm and protocol for each size by a
-    model of the machine, and a variable would force one on all sizes.
+    NCCL's own variables are left out: NCCL chooses algorithm and protocol for each size by a model
+    of the machine, and a variable would force one choice on all sizes.
     """
     settings = {
         name: {str(value).lower(): Knobs({name: value}) for value in FLAGS[name].tries}
@@ -220,14 +222,14 @@ def knobs_for(run: Run) -> dict[str, Values]:
     is_open_mpi = "Open MPI" in (checks.mpi_version() or "")
     over_gloo = "gloo" in (run.configuration.controller, run.configuration.transport)
     by_mpi = is_open_mpi and not by_nccl and not over_gloo
-    # With fewer workers Open MPI takes another algorithm in Rabenseifner's place.
+    # With fewer workers Open MPI uses another algorithm instead of Rabenseifner's.
     algorithms = [name for name in ALGORITHMS if name != "Rabenseifner" or run.workers >= 4]
     variables = {
         "HOROVOD_HIERARCHICAL_ALLREDUCE": ["1"] if by_nccl and run.leaves_this_host else [],
         "HOROVOD_FUSION_THRESHOLD": [str(size * MIB) for size in (0, 1, 4, 16, 64)],
         "HOROVOD_CYCLE_TIME": ["0.1", "0.5", "3.5"],
-        **{name: [] for name in settings},  # their place in the order
-        # The stream of the GPU waits for a message, in place of a thread of the CPU.
+        **{name: [] for name in settings},  # fixes their place in the order
+        # The GPU's stream waits for a message, instead of a CPU thread.
         "HOROVOD_ENABLE_ASYNC_COMPLETION": ["1"] if by_nccl else [],
         "OMPI_MCA_mpi_yield_when_idle": ["0"] if by_mpi else [],
         "HOROVOD_NUM_NCCL_STREAMS": ["2"] if by_nccl else [],
@@ -243,27 +245,28 @@ def knobs_for(run: Run) -> dict[str, Values]:
 
 
 def free_knobs(one: Configuration, plan: Plan) -> dict[str, Values]:
-    """Return the knobs that the file may set, and say which it may not, and why: the user has set
-    it by a flag or a variable, which would win, or the trainers refuse it."""
+    """Return the knobs that the file may set, and print the others with the reason: the user has
+    set the knob by a flag or a variable, which would override the file, or the trainers refuse it.
+    """
     run = plan.run(0, plan.cases[0], one, max(plan.workers))
     given = {flag_name(word).replace("--no-", "--") for word in run.arguments}
     free = dict[str, Values]()
     for knob, values in knobs_for(run).items():
         [first, *_] = values.values()
-        names = {*first.variables, *map(spelled, first.settings)}  # the same of all values
+        names = {*first.variables, *map(spelled, first.settings)}  # the same for all values
         if taken := names & {*given, *os.environ, *one.variables}:
-            print(f"{one.name}: {knob} is left as it is: {min(taken)} is set already")
+            print(f"{one.name}: {knob} is not tuned: {min(taken)} is already set")
             continue
         try:
             read_flags(one.engine, run.workers, [*run.arguments, *knob_flags(first)], talk=False)
             free[knob] = values
         except UserError as error:
-            print(f"{one.name}: {knob} is left out: {error}")
+            print(f"{one.name}: {knob} is not tuned: {error}")
     return free
 
 
 def knob_flags(knobs: Knobs) -> list[str]:
-    """Return knobs' settings as flags: other hosts need no file for it."""
+    """Return knobs' settings as flags, so that other hosts need no file."""
     return [
         word
         for name, value in knobs.settings.items()
