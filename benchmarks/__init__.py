@@ -1,5 +1,5 @@
-"""How fast the recipe and its engines are, against what they could be: `make bench`.
+"""The speed of the recipe and its engines against their goals: `make bench`.
 
-plans/ and gpu_plans/ have the goals, which compare/run.py measures; programs/ is what they start.
-wire-format.toml is measured at several rates.
+plans/ and gpu_plans/ hold the plans with their goals; compare/run.py measures them. programs/ holds
+the programs that they start. wire-format.toml is measured at several rates of the network.
 """

@@ -1,4 +1,4 @@
-"""Measure how fast all this is, against its goals: what `make bench` does.
+"""Measure the speed of this project against its goals (`make bench`).
 
     python benchmarks/run.py                             all plans of benchmarks/plans
     python benchmarks/run.py --gpu                       those of benchmarks/gpu_plans
@@ -6,11 +6,11 @@
     python benchmarks/run.py --links 1 2                 as root: wire-format.toml over slow links
     python benchmarks/run.py --out runs/bench/FIRST      go on where an earlier call stopped
 
-A plan is measured by compare/run.py as any comparison, in a folder of its own; compare/report.py
-shows it. At the end all goals are in one table.
+compare/run.py measures each plan like any comparison, in a folder of its own, and compare/report.py
+shows it. At the end one table shows all goals.
 
---links: does `--wire-format auto` choose the faster format? Two hosts, each a network namespace of
-this machine with its part of the cores, train with one worker each. At each rate (`tc ... tbf` on
+--links: does `--wire-format auto` choose the faster format? Two hosts train with one worker each;
+each is a network namespace of this machine, with a part of its cores. At each rate (`tc ... tbf` on
 both) fp32, fp16 and auto of each engine take turns.
 """
 
@@ -42,22 +42,25 @@ def bench(
     links: tuple[float, ...] = (),
     out: Path | None = None,
 ) -> int:
-    """Measure, and print the table.
+    """Measure, and print the table of goals.
 
     Args:
-        only: These plans alone, by their files' names.
-        gpu: The plans for a GPU.
-        quick: One block of a tiny network each: does it run?
-        minutes: Of each plan, at most, unless three blocks take longer.
-        links: In place of plans: Gb/s that each of two hosts may send.
-        out: The folder for all.
+        only: Measure only these plans, by their files' names.
+        gpu: Measure the plans for a GPU.
+        quick: Only check that the plans run: one block of a tiny network each.
+        minutes: Minutes of measuring per plan, at most; three blocks may take longer.
+        links: Instead of plans, measure wire formats at these rates, in Gb/s, between two hosts.
+        out: The folder for all measurements.
     """
     plans = {path.stem: path for path in (PLANS / ("gpu_plans" if gpu else "plans")).glob("*.toml")}
     for name in only:
-        refuse((name not in plans, f"--only {name}: take of {', '.join(sorted(plans))}"))
+        refuse((name not in plans, f"--only {name}: choose from {', '.join(sorted(plans))}"))
     refuse(
-        (links and (only or gpu), "--links: takes the place of plans; leave --only and --gpu out"),
-        (any(rate <= 0 for rate in links), "--links: takes rates above 0 Gb/s"),
+        (
+            links and (only or gpu),
+            "--links: is measured instead of plans; leave --only and --gpu out",
+        ),
+        (any(rate <= 0 for rate in links), "--links: give rates above 0 Gb/s"),
     )
     out = out or Path("runs") / "bench" / utc_stamp()
     how = ["--until-interval", "0.5%", "--minutes", str(minutes)]
@@ -79,14 +82,15 @@ def bench(
 
 
 def measure(plan: Path, out: Path, words: list[str], enter: list[str] | None = None) -> list[str]:
-    """Measure a plan into a folder; return its name if that fails. `enter`: where it is started."""
+    """Measure a plan into a folder; return [] or, if it fails, the folder's name. `enter`: words
+    before the command, which enter a host."""
     print(f"== {out.name}", flush=True)
     run = [sys.executable, "compare/run.py", str(plan), "--out", str(out.absolute()), *words]
     return [out.name] if subprocess.run([*(enter or []), *run], cwd=ROOT).returncode else []
 
 
 def measure_links(rates: tuple[float, ...], out: Path, words: list[str]) -> list[str]:
-    """Measure wire formats between two hosts at each of these rates; return which failed."""
+    """Measure wire formats between two hosts at each of these rates; return those that failed."""
     if missing := namespaces.missing_tools("tc"):
         raise UserError(f"--links: needs {', '.join(missing)}")
     words = ["--hosts", "node0:1,node1:1", "--network-interface", "eth0", *words]

@@ -1,14 +1,14 @@
 #!/bin/sh
 # Build the images, cpu and cuda unless others are named: sh docker/build.sh cpu
 #
-# Works with Docker (buildx), Podman or Buildah, and tags its images with the project's version, the
+# Works with Docker (buildx), Podman or Buildah. The images' tags contain the project's version, the
 # target and the lock's torch: imagenet-horovod-ddp:0.1.0-cpu-torch2.14.1. imagenet-horovod-ddp:cpu
-# is the last build. From the environment, or after `make images`, it takes:
+# is the last build. Variables, from the environment or after `make images`:
 #   BUILDER=podman       docker, podman or buildah (default: the first that works)
 #   BASE=image           a Debian 12 image (default: debian:bookworm-slim)
-#   IMAGE_NAME=mine/it   what stands before the tag's colon
-#   PIP_CONFIG=file      pip.conf for the build only: your index or mirror
-#   CA_BUNDLE=file       certificates for pip, for the build only: your proxy's
+#   IMAGE_NAME=mine/it   the image's name, before the colon of its tag
+#   PIP_CONFIG=file      a pip.conf with your index or mirror, used in the build only
+#   CA_BUNDLE=file       certificates for pip (your proxy's), used in the build only
 set -eu
 
 fail() {
@@ -18,7 +18,7 @@ fail() {
 
 can_build() {
     case $1 in
-        docker) docker buildx ls ;; # a client alone has no engine
+        docker) docker buildx ls ;; # fails if there is a client but no engine
         podman | buildah) "$1" version ;;
         *) false ;;
     esac >/dev/null 2>&1
@@ -40,11 +40,11 @@ help="Start Docker's engine with buildx, or install Podman."
 can_build "$builder" || fail "$builder does not work here. $help"
 
 root=$(realpath "$(dirname "$0")/..")
-# The one time that everything in the image gets. It is that of the lock's last change, so that a
-# change of the sources leaves the layers of the packages as they are.
+# The time stamp of everything in the image. It is the time of the lock's last change, so that a change
+# of the sources does not change the layers of the packages.
 lock=$root/requirements.lock
 epoch=${SOURCE_DATE_EPOCH:-$(git -C "$root" log -1 --format=%ct "$lock" 2>/dev/null || true)}
-[ "$epoch" ] || fail "no git history here to take a time from: set SOURCE_DATE_EPOCH=0, say."
+[ "$epoch" ] || fail "no git history here to take a time from: set it, as in SOURCE_DATE_EPOCH=0."
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/pyproject.toml")
 torch=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$lock")
 revision=$(git -C "$root" describe --always --abbrev=12 --dirty=+ 2>/dev/null || echo unknown)

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Inside a build: compile Horovod by the project's own script, which ends with an allreduce on two
-# ranks that must come out right, and lay what it installs under /horovod, to be copied.
+# Inside a build: compile Horovod with the project's script, which ends with a checked allreduce on two
+# ranks, and install it below /horovod, from where it is copied.
 set -eu
 # shellcheck source=docker/pip_environment.sh
 . /tmp/build/pip_environment.sh
 apt-get update
 DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ python3-dev
-# Gloo crashes on a host that cannot resolve its own name, which not every builder arranges for.
+# Gloo crashes on a host that cannot resolve its own name, and not every builder makes it resolvable.
 name=$(cat /proc/sys/kernel/hostname)
 if ! getent hosts "$name" >/dev/null; then echo "127.0.0.1 $name" >>/etc/hosts; fi
 export XDG_CACHE_HOME=/mnt/cache

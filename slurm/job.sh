@@ -1,20 +1,20 @@
-# What the scripts of this folder share; each reads it in.
+# The common part of the scripts in this folder, which source it.
 #
-# Set when a job is submitted (NAME=first sbatch slurm/...):
-#     VENV    the environment (default .venv; where there is none, the shell's own is used)
-#     RUNS    where run folders are made (default runs)
+# Variables to set when you submit a job (NAME=first sbatch slurm/...):
+#     VENV    the environment (default .venv; if there is none, that of the shell)
+#     RUNS    the folder for run folders (default runs)
 #     NAME    the run's name (default: the job's name and number)
-# What a site needs beside that (module load, NCCL_SOCKET_IFNAME=...) goes into slurm/site.sh, which
-# git ignores.
+# Put everything else that your site needs (module load, NCCL_SOCKET_IFNAME=...) into slurm/site.sh,
+# which git ignores.
 refuse() {
     echo "$1" >&2
     exit 2
 }
 
 cd "$SLURM_SUBMIT_DIR" || exit
-# mpirun notices within a minute that a node is cut off; by itself it takes eight, or more.
+# With these mpirun notices within a minute that a node is cut off; by default it takes eight or more.
 export OMPI_MCA_oob_tcp_keepalive_{time=20,intvl=5,probes=6}
-# It waits 10 s before it passes SIGTERM on, and 10 s more before it kills: time for a checkpoint.
+# mpirun waits 10 s before it passes SIGTERM on, and 10 s more before it kills: time for a checkpoint.
 export OMPI_MCA_odls_base_sigkill_timeout=10
 export PET_LOG_DIR=/dev/null  # torchrun would leave an empty folder in TMPDIR
 if [ -e slurm/site.sh ]; then . slurm/site.sh; fi
@@ -23,10 +23,10 @@ RUNS=${RUNS:-runs}
 NAME=${NAME:-$SLURM_JOB_NAME-$SLURM_JOB_ID}
 folder=$RUNS/$NAME
 case $NAME in */*) refuse "NAME=$NAME: a run's name has no slash; the folder is RUNS" ;; esac
-for word in "$@"; do  # of the script that reads this in
+for word in "$@"; do  # the arguments of the script that sources this
     case $word in
         --name | --name=* | --log-dir | --log-dir=*)
-            refuse "$word: set NAME or RUNS before sbatch, so that this script knows them, too" ;;
+            refuse "$word: set NAME or RUNS before sbatch instead, so that this script knows them, too" ;;
     esac
 done
 flags=(--log-dir "$RUNS" --name "$NAME" --resume auto --checkpoint-steps 500)
@@ -35,38 +35,38 @@ allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodru
     python -c 'from compare.plan.environment import read_allocation; print(read_allocation())'
 }
 
-meeting_port() {  # where the ranks meet, and no other job's do; no kernel gives it away
+meeting_port() {  # this job's port for its ranks to meet; kernels assign none of this range
     echo $((20000 + SLURM_JOB_ID % 12000))
 }
 
-passed_on() {  # mpirun's flags for the variables that it must take to other nodes
+passed_on() {  # mpirun's flags for the variables that it must pass to other nodes
     compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|PYTHONPATH|(NCCL|GLOO|HOROVOD|UCX|FI)_.*)$' |
         sed 's/^/-x /'
 }
 
-is_too_short() {  # is_too_short SECONDS: whether the time limit had the job warned so soon
+is_too_short() {  # is_too_short SECONDS: whether a short time limit caused this early warning
     local job
     [ "$1" -lt 60 ] || return
     job=$(scontrol show job "$SLURM_JOB_ID")
-    # PreemptTime=None, or no such word where the site does not preempt: it was the time limit.
+    # PreemptTime=None, or no PreemptTime if the site does not preempt: it was the time limit.
     [[ $job =~ TimeLimit=00: && ! $job =~ PreemptTime=[0-9] ]]
 }
 
-train() {  # train COMMAND...: run it, and have the job queued again if it had to stop before its end
+train() {  # train COMMAND...: run it, and requeue the job if it had to stop before its end
     local warned_at="" cancelled="" status=0 again=0 pid
-    if grep -qsx "$SLURM_JOB_ID" "$folder/stop"; then  # of this job, before it was queued again
+    if grep -qsx "$SLURM_JOB_ID" "$folder/stop"; then  # left by this job before it was requeued
         rm -f "$folder/stop"
     fi
-    # Slurm sends USR1 to this script (--signal, in its head) before the time is over, and before a
-    # preemption where the site has preempt_send_user_signal. The trainer finds the file, keeps a
-    # checkpoint, ends, and removes the file. By the number in it a trainer that is only about to
-    # start knows that it is the one who is meant.
+    # Slurm sends USR1 to this script (--signal, in its head) before the time limit, and before a
+    # preemption if the site has preempt_send_user_signal. The trainer finds the file, keeps a
+    # checkpoint, ends, and removes the file. The job's number in the file tells a trainer that is just
+    # starting that the file is meant for it.
     trap 'warned_at=$SECONDS; mkdir -p "$folder"; echo "$SLURM_JOB_ID" >"$folder/stop"' USR1
     "$@" &
     pid=$!
     trap 'cancelled=1; kill -TERM "$pid"' TERM
     wait "$pid" || status=$?
-    while kill -0 "$pid" 2>/dev/null; do  # a signal ended the wait, not the training
+    while kill -0 "$pid" 2>/dev/null; do  # a signal has ended the wait, but not the training
         status=0
         wait "$pid" || status=$?
     done
@@ -74,16 +74,16 @@ train() {  # train COMMAND...: run it, and have the job queued again if it had t
         wait "$pid" || again=$?
         [ "$again" -eq 127 ] || status=$again
     fi
-    # 75: ranks that got a signal themselves, as before a preemption, have kept a checkpoint.
+    # 75: the ranks got a signal themselves, for example before a preemption, and kept a checkpoint.
     if { [ -n "$warned_at" ] || [ "$status$cancelled" = 75 ]; } && [ ! -e "$folder/stop" ] &&
         [ ! -e "$folder/summary.json" ] &&
         compgen -G "$folder/checkpoints/step-*.pt" >/dev/null; then
         if [ -n "$warned_at" ] && is_too_short "$warned_at"; then
-            refuse "--time is hardly longer than the warning before its end (--signal): warned in its \
-first minute, $NAME would make a few steps in each start and is not queued again. Its checkpoint is \
-kept: submit it with NAME=$NAME and a longer --time"
+            refuse "--time is hardly longer than the warning before its end (--signal): $NAME was \
+warned in its first minute, would make only a few steps per start, and is not requeued. Its checkpoint \
+is kept: submit it again with NAME=$NAME and a longer --time"
         fi
-        scontrol requeue "$SLURM_JOB_ID"  # under the same number, so that it finds its checkpoint
+        scontrol requeue "$SLURM_JOB_ID"  # keeps its number, so that it finds its checkpoint
     fi
     return "$status"
 }

@@ -1,1 +1,1 @@
-"""What sets things up: the environment, JPEG files, hosts on one machine."""
+"""Tools that set things up: the environment, JPEG files, several hosts on one machine."""

@@ -1,11 +1,11 @@
-"""Make a folder of JPEG files as large as ImageNet's, to measure what reading and decoding cost.
+"""Make a folder of JPEG files as large as ImageNet's, to measure the cost of reading and decoding.
 
     python tools/make_jpegs.py runs/jpegs --images 640
     python compare/run.py input
 
-The pictures are smooth random colours with some noise on top: useless for training, but as
-expensive to read and decode as photographs of 500 x 375 pixels. (ImageNet's 1.28 million files for
-training take 138 GB: 108 KB each.)
+The pictures are smooth random colours plus noise: useless for training, but as expensive to read
+and decode as photographs of 500 x 375 pixels. (ImageNet's 1.28 million training files take 138 GB,
+108 KB each.)
 """
 
 import os
@@ -19,23 +19,23 @@ from PIL import Image
 from tyro.conf import Positional
 
 WIDTH, HEIGHT = 500, 375
-NOISE = 21.0  # standard deviation, of 255 levels: makes the file as large as a photograph's
+NOISE = 21.0  # standard deviation, of 255 levels; makes a file as large as a photograph
 QUALITY = 90
 VALIDATION_SHARE = 10  # one image in ten
-COPIES = 40  # names of each file, so that an epoch of the benchmarks is long
-JPEGS = "runs/bench-jpegs/640x40"  # where benchmarks/plans look for them
+COPIES = 40  # hard links per file, so that an epoch of the benchmarks is long
+JPEGS = "runs/bench-jpegs/640x40"  # the folder that benchmarks/plans name
 
 
 def main(folder: Positional[Path], images: int = 640, classes: int = 10) -> None:
-    """Write the folder, or say why not.
+    """Write the folder, or exit with a message.
 
     Args:
-        folder: Will be created; must not exist.
-        images: For training.
-        classes: Sub-folders.
+        folder: The folder to create; must not exist.
+        images: Number of training images.
+        classes: Number of classes, one sub-folder each.
     """
     if classes < 1 or images < classes:
-        sys.exit(f"--images {images} --classes {classes}: at least one a class")
+        sys.exit(f"--images {images} --classes {classes}: give at least one image per class")
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -51,7 +51,7 @@ def main(folder: Positional[Path], images: int = 640, classes: int = 10) -> None
 
 
 def picture(seed: tuple[int, int]) -> Image.Image:
-    """Return a picture of WIDTH x HEIGHT: the same for the same seed."""
+    """Return a picture of WIDTH x HEIGHT, the same for the same seed."""
     random = np.random.default_rng(seed)
     coarse = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
     smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), dtype=np.float32)
@@ -60,8 +60,8 @@ def picture(seed: tuple[int, int]) -> Image.Image:
 
 
 def jpegs_folder(folder: Path) -> Path:
-    """Return this folder, with 640 training images under COPIES names each; made if it is not
-    there."""
+    """Return this folder, with COPIES links to each of 640 training images. Make it if it does not
+    exist."""
     if not folder.exists():
         draft = folder.with_name(f".{folder.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)

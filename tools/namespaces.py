@@ -1,8 +1,8 @@
-"""Two or three real hosts on one machine: a network namespace each, with an sshd, behind a bridge.
+"""Two or three hosts on one machine: each is a network namespace with an sshd, behind a bridge.
 
-Each host has its own network (eth0 behind one bridge), host name, /etc/hosts and ssh keys, all of
-them invisible outside; files, processors and processes are the machine's. Needs root, iproute2 and
-OpenSSH's server. `limit_rate` makes slow links of fast ones.
+Each host has its own network (eth0 behind one bridge), host name, /etc/hosts and ssh keys, all
+invisible from outside. Files, processors and processes are the machine's. Needs root, iproute2 and
+OpenSSH's server. `limit_rate` slows the links down.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ import psutil
 from compare.plan.environment import ROOT
 
 TOOLS = ("ip", "sshd", "ssh", "ssh-keygen")
-SUBNET = "10.213.7"  # of addresses that no one routes
+SUBNET = "10.213.7"  # of private addresses
 SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-# What the login shell of a user who trains there would set.
+# Variables that the login shell of a user who trains there would set.
 LOGIN_VARIABLES = {
     "PATH": SEARCH_PATH,
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # Else ranks on other hosts would run the tree that is installed, which may not be this one.
+    # Without it, ranks on other hosts would run the installed tree, which may not be this one.
     "PYTHONPATH": str(ROOT),
 }
 SSHD_CONFIG = """
@@ -52,8 +52,8 @@ StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
 """
-# The .bashrc of whoever runs this might set another PATH. /run is a place of its own so that sshd
-# finds its folder there.
+# The user's .bashrc might set another PATH. /run is a new file system, in which sshd finds its
+# folder.
 INIT = """
 set -e
 hostname {name}
@@ -65,20 +65,20 @@ mount -t tmpfs none /run
 mkdir /run/sshd
 exec {sshd} -D -e -f {folder}/sshd_config
 """
-START_SECONDS = 30.0  # for an sshd to let someone in
-# A token bucket of a millisecond: it lets through what came late, and is small beside a step's
-# bytes. Not less than two of the largest pieces in which the kernel hands TCP's data on.
+START_SECONDS = 30.0  # until an sshd must accept a login
+# A token bucket of one millisecond: large enough to make up for late packets, and small compared
+# with a step's bytes. At least two of the largest pieces in which the kernel passes on TCP's data.
 BUCKET_SECONDS, MIN_BUCKET_BYTES = 0.001, 128 << 10
-QUEUE = "50ms"  # of data may wait before the link drops some
+QUEUE = "50ms"  # data of this time may wait before the link drops packets
 
 
 class HostsError(Exception):
-    """Hosts could not be made, or not be reached."""
+    """Hosts could not be made or reached."""
 
 
 @dataclass
 class Host:
-    """A host that is up."""
+    """A running host."""
 
     name: str
     address: str
@@ -86,29 +86,30 @@ class Host:
     sshd: subprocess.Popen[bytes]
 
     def inside(self, *command: str) -> list[str]:
-        """A command as it is started there, in the project's folder."""
+        """Return the words that run a command on this host, in the project's folder."""
         enter = ["nsenter", f"--target={self.sshd.pid}", "--net", "--uts", "--mount"]
         return [*enter, "env", f"--chdir={ROOT}", *command]
 
     def processes(self) -> list[psutil.Process]:
-        """What runs in this host's network, its sshd aside."""
-        found = []
+        """Return the processes in this host's network namespace, without its sshd."""
+        processes = []
         for pid in pids_in(self.namespace):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 if pid != self.sshd.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
 
 @contextlib.contextmanager
 def hosts(
     folder: Path, names: tuple[str, ...] = ("node0", "node1"), reach_here: bool = False
 ) -> Iterator[list[Host]]:
-    """Make the hosts, and remove all of it at the end, also when something failed.
+    """Make the hosts, and remove everything at the end, even after a failure.
 
-    `folder`, for keys and settings, must not be there yet. With `reach_here` they reach what
-    listens outside of them, too. HostsError if they cannot be made; ask `missing_tools` before.
+    `folder` is for keys and settings, and must not exist. With `reach_here` the hosts can also
+    reach servers on this machine outside of them. HostsError if they cannot be made; call
+    `missing_tools` first.
     """
     folder.mkdir(parents=True)
     folder.chmod(0o700)
@@ -141,10 +142,11 @@ def hosts(
 
 
 def give_cores(made: Sequence[Host]) -> list[str]:
-    """Give each host a part of this machine's cores, all of them where there are fewer cores than
-    hosts, and return the words that run a command on the first one. Real hosts do not compete for
-    cores: where these did, both workers of Horovod at times computed on one core for a whole turn,
-    and their polling threads had the other."""
+    """Give each host a part of this machine's cores, or all of them if there are fewer cores than
+    hosts. Return the words that run a command on the first host.
+
+    Real hosts do not compete for cores. When these did, both workers of Horovod sometimes computed
+    on one core for a whole turn, while their polling threads occupied the other."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // len(made)
     parts = [cores[n * each : (n + 1) * each] or cores for n in range(len(made))]
@@ -154,20 +156,21 @@ def give_cores(made: Sequence[Host]) -> list[str]:
 
 
 def missing_tools(*others: str) -> list[str]:
-    """What hosts need and this machine or user lacks, `others` included."""
+    """Return the tools (and "root") that hosts need but this machine or user lacks; `others` are
+    further tools to look for."""
     missing = ["root"] if os.geteuid() != 0 else []
     return missing + [tool for tool in (*TOOLS, *others) if shutil.which(tool) is None]
 
 
 def limit_rate(made: Sequence[Host], gigabits: float | None) -> None:
-    """Let each host send at most so many 10^9 bits per second; None: as fast as it can.
+    """Let each host send at most `gigabits` x 10^9 bits per second; None: without a limit.
 
-    The connections that are open stay. HostsError if the kernel cannot do it.
+    Open connections stay open. HostsError if the kernel cannot do it.
     """
     for host in made:
         words = ["-n", host.namespace, "qdisc"]
         if gigabits is None:
-            call("tc", *words, "delete", "dev", "eth0", "root", check=False)  # none there: fine
+            call("tc", *words, "delete", "dev", "eth0", "root", check=False)  # there may be none
             continue
         bucket = max(MIN_BUCKET_BYTES, int(gigabits * 1e9 / 8 * BUCKET_SECONDS))
         words += ["replace", "dev", "eth0", "root", "tbf", "rate", f"{gigabits * 1000:g}mbit"]
@@ -175,7 +178,7 @@ def limit_rate(made: Sequence[Host], gigabits: float | None) -> None:
 
 
 def call(*words: str, check: bool = True) -> None:
-    """Call a program; HostsError with its words if it fails."""
+    """Call a program; HostsError with its error output if it fails."""
     done = subprocess.run(words, capture_output=True, text=True)
     if check and done.returncode:
         raise HostsError(f"{' '.join(words)}: {done.stderr.strip()}")
@@ -185,7 +188,7 @@ ip = partial(call, "ip")  # iproute2's
 
 
 def write_configuration(folder: Path, names: tuple[str, ...]) -> None:
-    """Write keys, and what ssh, sshd and the hosts read."""
+    """Write the keys, and the configuration of ssh, sshd and the hosts."""
     for key in ("key", "host_key"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
@@ -198,11 +201,11 @@ def write_configuration(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def start_sshd(folder: Path, name: str, namespace: str) -> subprocess.Popen[bytes]:
-    """Start a host's sshd in namespaces of its own; returns at once."""
+    """Start a host's sshd in its own namespaces, without waiting for it."""
     script = INIT.format(name=name, folder=folder, home=Path.home(), sshd=shutil.which("sshd"))
     with (folder / f"{name}-sshd.log").open("wb") as log:
         return subprocess.Popen(
-            # Not `ip netns exec`, which puts a /sys without cgroups in the place of the machine's.
+            # Not `ip netns exec`, which replaces the machine's /sys by one without cgroups.
             ["nsenter", f"--net=/run/netns/{namespace}", "unshare", "--mount", "--uts", "sh", "-c",
              script],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -210,35 +213,35 @@ def start_sshd(folder: Path, name: str, namespace: str) -> subprocess.Popen[byte
 
 
 def wait_until_reachable(host: Host, first: Host, folder: Path) -> None:
-    """Wait until one can log in there from the first host: a machine's own rules for packets (such
-    as Docker's) may drop what goes from host to host."""
-    deadline, told = time.monotonic() + START_SECONDS, "no answer"
+    """Wait until the first host can log in to this one; HostsError if it never can. A machine's
+    packet filter (such as Docker's rules) may drop packets between the hosts."""
+    deadline, answer = time.monotonic() + START_SECONDS, "no answer"
     command = first.inside("ssh", "-o", "ConnectTimeout=2", host.name, "hostname")
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
             )
-            told = done.stdout + done.stderr
+            answer = done.stdout + done.stderr
             if done.returncode == 0 and done.stdout.strip() == host.name:
                 return
         time.sleep(0.2)
     log = (folder / f"{host.name}-sshd.log").read_text()
-    raise HostsError(f"{host.name} cannot be reached: {told}\n{log}")
+    raise HostsError(f"{host.name} cannot be reached: {answer}\n{log}")
 
 
 def pids_in(namespace: str) -> list[int]:
-    """What runs in a network namespace; nothing if it is not there."""
+    """Return the process ids in a network namespace; [] if it does not exist."""
     command = ["ip", "netns", "pids", namespace]
     return [int(pid) for pid in subprocess.run(command, capture_output=True).stdout.split()]
 
 
 def remove_namespace(namespace: str) -> None:
-    """Kill whatever runs in a network namespace, until nothing does, and remove it."""
+    """Kill all processes in a network namespace until there are none, then remove it."""
     deadline = time.monotonic() + 2
     while (pids := pids_in(namespace)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
         time.sleep(0.1)
-    ip("netns", "delete", namespace, check=False)  # and its veth pair with it
+    ip("netns", "delete", namespace, check=False)  # also removes its veth pair

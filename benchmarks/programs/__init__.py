@@ -1,1 +1,1 @@
-"""What benchmarks start beside the trainers."""
+"""Programs that the benchmarks start, besides the trainers."""

@@ -1,9 +1,9 @@
-"""The loop of training with nothing around it: what a trainer's own overhead is measured against.
+"""A bare training loop: the reference for the overhead of the trainers.
 
     python benchmarks/programs/bare_loop.py --arch resnet18 --batch-size 16 --steps 20
 
-One random batch, normalised once and for all; forward, loss, backward, SGD with momentum. No data,
-no metrics, no schedule, no record, no other ranks.
+One random batch, already normalised; forward, loss, backward, SGD with momentum. No data, no
+metrics, no schedule, no record, no other ranks.
 """
 
 import time
@@ -35,12 +35,12 @@ def main(
     Args:
         arch: A classification model of torchvision.
         train_crop_size: Side of the images, pixels.
-        batch_size: Images a step.
+        batch_size: Images per step.
         threads: CPU threads.
-        steps: End after so many.
-        precision: bf16: by autocast.
-        channels_last: NHWC images, as the trainers have them.
-        as_trainers: Fused SGD, and freed memory is kept, as there.
+        steps: End after this number of steps (default: never).
+        precision: fp32, or bf16 by autocast.
+        channels_last: NHWC images, as with the trainers' flag of this name.
+        as_trainers: Use fused SGD and keep freed memory, as the trainers do.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def main(
 
 
 def take_steps(step: Callable[[], None], steps: int | None, images: int) -> float:
-    """Make these steps of so many images, or steps for ever, and return the images a second."""
+    """Make `steps` steps of `images` images (None: for ever) and return the images per second."""
     side, began, done = Side(), time.perf_counter(), 0
     while steps is None or done < steps:
         step()

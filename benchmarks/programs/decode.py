@@ -1,12 +1,12 @@
-"""Bring JPEG files into batches for ever, with one thread, as a loader process has it.
+"""Read JPEG files into batches with one thread, like a loader process.
 
     python benchmarks/programs/decode.py pipeline runs/bench-jpegs
 
-raw is libjpeg-turbo's bare decoding (read, simplejpeg.decode_jpeg with its defaults, nothing done
-with the pixels), pipeline the trainer's: read, decode, crop, resize, flip, and be part of a uint8
-batch. In the first epoch the trainer decodes each file whole, and so looks for damage: first-epoch
-is always in that. For reference: torchvision's v2 transforms on uint8, after its decode_jpeg; and
-the classic pipeline of Pillow, ToTensor and Normalize, which ends in normalised fp32.
+raw: libjpeg-turbo's bare decoding (read, simplejpeg.decode_jpeg with its defaults; the pixels are
+not used). pipeline: the trainer's (read, decode, crop, resize, flip, copy into a uint8 batch).
+first-epoch: the same as in the first epoch, where the trainer decodes each whole file to find
+damage. For reference, torchvision-v2: v2 transforms on uint8 after torchvision's decode_jpeg; and
+pillow: the classic pipeline of Pillow, ToTensor and Normalize, which ends in normalised fp32.
 """
 
 from collections.abc import Callable
@@ -40,10 +40,10 @@ def main(
     batch_size: int = 32,
     batches: int | None = None,
 ) -> None:
-    """Decode `batches` of so many images, or for ever, in the training's own order."""
+    """Decode `batches` batches of `batch_size` images (None: for ever), in the training's order."""
     side, config = Side(), Config()
     torch.set_num_threads(1)
-    torch.manual_seed(config.seed)  # torchvision's crops
+    torch.manual_seed(config.seed)  # of torchvision's crops
     keep_freed_memory()
     listing = list_images(data / "train", Path(home_path("--cache-dir", config.cache_dir)))
     decode, stream = decoder(kind, listing, config), SampleStream(len(listing), config.seed)
@@ -54,7 +54,7 @@ def main(
 
 
 def decoder(kind: str, listing: Listing, config: Config) -> Callable[[list[int]], object]:
-    """What makes a batch of the images with these indices."""
+    """Return the function that makes a batch of the images with given indices."""
     images, size = Images(listing, config, TrainTransform(config)), config.train_crop_size
     by_v2 = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
     by_pillow = transforms.Compose([

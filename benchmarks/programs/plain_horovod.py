@@ -1,9 +1,9 @@
-"""What row 9 compares our Horovod path with: a training loop as people write it after reading
-Horovod's documentation, by the method of its synthetic benchmark.
+"""The reference for our Horovod trainer (row 9): a training loop as people write it after reading
+Horovod's documentation, by the method of Horovod's synthetic benchmark.
 
     horovodrun -np 2 python benchmarks/programs/plain_horovod.py --arch resnet50 --batch-size 32
 
-fp32, contiguous (NCHW) images, one fixed random batch that lies on the device, SGD wrapped in
+fp32, contiguous (NCHW) images, one fixed random batch on the device, SGD wrapped in
 DistributedOptimizer with its defaults, parameters and optimizer state broadcast once.
 """
 
@@ -32,13 +32,13 @@ def main(
     Args:
         arch: A classification model of torchvision.
         train_crop_size: Side of the images, pixels.
-        batch_size: Images a step and rank.
+        batch_size: Images per step and rank.
         threads: CPU threads (default: torch's).
-        steps: End after so many.
+        steps: End after this number of steps (default: never).
     """
     was_set = YIELDS in os.environ
-    prepare_mpi(read_world())  # without it no single process starts on Open MPI's wheel ...
-    if not was_set:  # ... but what else it sets is ours, not a plain script's
+    prepare_mpi(read_world())  # a single process cannot start on Open MPI's wheel without it
+    if not was_set:  # but a plain script would not have this variable
         os.environ.pop(YIELDS, None)
     import horovod.torch as hvd
 
@@ -48,7 +48,7 @@ def main(
         device = torch.device("cuda", hvd.local_rank())
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-        torch.backends.cudnn.allow_tf32 = False  # as the trainer in fp32
+        torch.backends.cudnn.allow_tf32 = False  # like the trainer in fp32
     if threads:
         torch.set_num_threads(threads)
 

@@ -1,5 +1,5 @@
-"""Start a command again and again, each up to its first training step, or to its end if it writes
-no metrics: how long is it from the command to the first step?
+"""Start a command repeatedly, to measure the time from the command to its first training step, or
+to its end if it writes no metrics.
 
     python benchmarks/programs/starts.py runs/starts python ddp_train/train.py --max-steps 1 ...
 """
@@ -17,7 +17,7 @@ POLL_SECONDS = 0.005
 
 
 def main(folder: Path, *command: str) -> None:
-    """Start `command`, which writes into `folder`/run, until the comparison is over."""
+    """Start `command`, which writes into `folder`/run, repeatedly until the comparison is over."""
     side = Side()
     while True:
         shutil.rmtree(folder / "run", ignore_errors=True)

@@ -1,13 +1,13 @@
-"""Be a trainer of this project that takes turns with other programs, on random images if no others
-are named.
+"""Run a trainer of this project that takes turns with other programs. Images are random unless
+--data is given.
 
     python benchmarks/programs/trainer.py ddp_train/train.py --arch resnet18 --batch-size 8
     torchrun --nproc-per-node 2 benchmarks/programs/trainer.py --alone ddp_train/train.py ...
     python benchmarks/programs/trainer.py --without-instruments ddp_train/train.py ...
 
---alone: each of torchrun's ranks is a trainer by itself, which knows nothing of the others.
---without-instruments: without all that takes time beside training: no clocks, energy, files,
-TensorBoard and console, nor the metrics of the training batches.
+--alone: each of torchrun's ranks trains alone and does not communicate with the others.
+--without-instruments: leave out everything that takes time besides training: clocks, energy, files,
+TensorBoard, console, and the metrics of the training batches.
 """
 
 import os
@@ -18,13 +18,13 @@ from typing import Any
 from compare.running import take_turns
 from recipe.world import LAUNCHERS, read_world
 
-# No epoch ends in a measurement, and nothing is kept.
+# No epoch ends during a measurement, and no checkpoint is kept.
 DEFAULTS = "--epochs 1000 --keep-checkpoints 0 --name run"
 RANDOM_IMAGES = "--data synthetic --synthetic-images 1000000"
 
 
 def main() -> None:
-    """Be the trainer; flags of the command line win over those here."""
+    """Run the trainer; flags of the command line override the defaults here."""
     defaults = DEFAULTS
     if sys.argv[1] == "--alone":
         del sys.argv[1]
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 class Nothing:
-    """Stands in for what records and measures: whatever is asked of it, it does and has nothing."""
+    """Replaces the classes that record and measure: all its methods do nothing and return {}."""
 
     input, train_seconds, ended = None, 0.0, ()
 
@@ -54,7 +54,7 @@ class Nothing:
 
 
 def take_instruments_out() -> None:
-    """Put nothing in their place, before the trainer takes them from there."""
+    """Replace the instruments by Nothing, before the trainer imports them."""
     import torch
 
     from recipe.record import meter, recorder
