@@ -39,10 +39,12 @@ from recipe.files import json_for_readers
 class Live:
     """Used without run folders: both engines run now. Trainers' flags follow a --."""
 
-    configurations: tuple[str, str] = DEFAULT_CONFIGURATIONS  # names known to compare/run.py
+    configurations: tuple[str, str] = (
+        DEFAULT_CONFIGURATIONS  # names of two configurations of compare/run.py
+    )
     workers: int = 2  # number of processes
     steps: int = 5  # number of traced steps
-    timeout: int = 1800  # seconds; a run that takes longer is ended
+    timeout: int = 1800  # seconds after which a run is ended
     out: Path | None = None  # folder for the runs (default: runs/parity-<UTC time>)
 
 

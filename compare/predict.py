@@ -65,17 +65,17 @@ class Forecast:
     links_per_host: float = 1.0
     # The connection of the GPUs within a host: pcie, nvlink-v100, nvlink-a100 or nvlink-h100.
     island: str | None = None
-    workers_per_host: int = 1  # which share the host's links and cores
-    # Default: as many as the measured host has.
+    workers_per_host: int = 1  # Number of workers per host, which share its links and cores.
+    # Number of cores per host. Default: as many as the measured host has.
     cores_per_host: int | None = None
     # Strong scaling: all workers share this batch. Default: each keeps its own (weak scaling).
     global_batch: int | None = None
-    price_per_node_hour: float = 0.0  # in any currency
+    price_per_node_hour: float = 0.0  # Price of a host for an hour, in any currency.
     # The training whose time and cost are shown. Default: that of the runs.
     preset: str | None = None
     # Images per epoch. Default: 1,281,167 with a preset of ImageNet, else those of the runs.
     images: int | None = None
-    # Default: those of the preset, or of the runs.
+    # Number of epochs. Default: that of the preset, or of the runs.
     epochs: float | None = None
 
 
@@ -89,8 +89,7 @@ def predict(
     Args:
         runs: Run folders, folders that hold some, or comparisons.
         settings: The cluster and the training to predict.
-        html: Write a page with the tables, and a chart over numbers of workers for several
-            networks.
+        html: Write a page with the tables and charts of the efficiency over several networks.
     """
     positive = ("workers_per_host", "cores_per_host", "images", "epochs", "global_batch",
                 "links_per_host")  # fmt: skip

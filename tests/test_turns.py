@@ -398,7 +398,7 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
     sides = [script_side(tmp_path, "one"), script_side(tmp_path, "large", text)]
     for attempt in (1, 2):
         log = tmp_path / f"block-1.failed-{attempt}/large/0/output.log"
-        said = "large ended .* memory at once: --measure runs(.|\n)*not now\n  all of it: "
+        said = "large ended .* memory together: give --measure runs(.|\n)*not now\n  all of it: "
         with pytest.raises(MeasurementError, match=f"{said}{re.escape(str(log))}$"):
             run_block(sides, PLAN, tmp_path / "block-1", 1, print)
         assert log.exists()

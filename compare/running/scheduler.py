@@ -59,13 +59,14 @@ PLACE = "0"  # sub-folder of a side's folder
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for a new connection to identify itself
 NO_ROOM = (
-    " (the sides do not fit into the GPU's memory at once: --measure runs has one after the other)"
+    " (the sides do not fit into the GPU's memory together: give --measure runs, which starts one "
+    "after the other)"
 )
 # Texts in the output of a failed side, and the hint for the user. The first match counts.
 MEANINGS = {
     UNREACHABLE: " (that host does not reach this one)",
-    "busy or unavailable": " (the GPU lets in one process only, by its compute mode: --measure "
-    "runs has one after the other)",
+    "busy or unavailable": " (the GPU's compute mode admits only one process: give --measure runs, "
+    "which starts one side after the other)",
     "out of memory": NO_ROOM,  # torch; also CUDA's own text, in messages of NCCL and Horovod
     "STATUS_ALLOC_FAILED": NO_ROOM,  # cuBLAS, cuDNN
     "DEVICE_ALLOCATION_FAILED": NO_ROOM,  # cuDNN 9
@@ -73,9 +74,9 @@ MEANINGS = {
     "Failed to CUDA": NO_ROOM,  # NCCL: malloc, calloc, calloc async, host alloc
     "unhandled cuda error": NO_ROOM,  # all that Horovod learns from NCCL
     "bytes on device": NO_ROOM,  # DALI
-    "No module named 'psutil'": ", whose Python has no psutil: `pip install psutil` there",
-    "No module named 'compare'": f", whose Python does not find {ROOT}: put it on PYTHONPATH there",
-    "'compare' is not a package": ", which has a compare.py of its own: rename that",
+    "No module named 'psutil'": " (its Python has no psutil: `pip install psutil` there)",
+    "No module named 'compare'": f" (its Python does not find {ROOT}: add it to PYTHONPATH there)",
+    "'compare' is not a package": " (it has its own module compare.py: rename that)",
 }
 # The target length of a turn without its lead-in, where the plan does not fix its steps. Turns of 2
 # steps are as noisy as turns of 6 (a ratio of two varies by 9 %; three blocks of each, on two
