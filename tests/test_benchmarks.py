@@ -151,7 +151,7 @@ def test_a_plan_that_is_not_there_is_refused(refusal: Callable[..., str]) -> Non
     }.items():  # fmt: skip
         assert said in refusal(bench_run.main, words.split())
     text = refusal(bench_run.main, ["--only", "nothing"])
-    assert text.startswith("benchmarks/run.py: --only nothing: take of best-configuration, ")
+    assert text.startswith("benchmarks/run.py: --only nothing: choose from best-configuration, ")
 
 
 # --------------------------------------------------------------------------------- what is started
