@@ -281,8 +281,8 @@ def test_folders(line: str, train_dir: str | None, val_dir: str | None) -> None:
         ({"name": ".."}, "without a slash"),
         ({"pretrained": True, "weights": "f"}, "one of the two"),
         ({"evaluate": True}, "--weights FILE"),
-        ({"new_head": True}, "others from --weights FILE; add that"),
-        ({"new_head": True, "weights": "f", "evaluate": True}, "has to be trained first"),
+        ({"new_head": True}, "others from a file; add --weights FILE"),
+        ({"new_head": True, "weights": "f", "evaluate": True}, "must be trained before"),
         ({"new_head": True, "weights": "f", "resume": "c.pt"}, "goes on with all layers"),
         ({"use_adasum": True}, "only Horovod"),
     ],
@@ -382,7 +382,7 @@ def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err.splitlines()
     expected = [
         "error: not all of this command line",
-        "  --lr 0.1: write --base-lr 0.0125; it is one worker's: --lr / 8",
+        "  --lr 0.1: write --base-lr 0.0125; the rate of one worker: --lr / 8",
         "  --b 208: write --batch-size 208",
         "  --gpu 0: leave it out; each rank takes",
         "  /images: write --data /images",
@@ -573,7 +573,7 @@ def test_a_batch_without_its_rate_is_said(
     line: str, rate: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parse(line, size=8)
-    assert (f"give --base-lr {rate}, as" in capsys.readouterr().err) == bool(rate)
+    assert (f"give --base-lr {rate} to" in capsys.readouterr().err) == bool(rate)
 
 
 def test_nhwc_under_horovods_sync_batch_norm() -> None:

@@ -1,4 +1,4 @@
-"""Settings of a run from its command line: parsing, and what does not fit together.
+"""Parse the command line of a run into its settings, and refuse settings that do not fit together.
 
 The flags are in flags.py, the presets in presets.py. Imports nothing slow: `--help` and a mistyped
 flag are answered before torch is loaded.
@@ -25,24 +25,24 @@ from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
 
 PATHS = ("data", "train_dir", "val_dir", "cache_dir", "log_dir", "weights", "resume")
-NOT_FOLDERS = ("digits", "synthetic", "")  # values of --data, the last for "not given"
+NOT_FOLDERS = ("digits", "synthetic", "")  # values of --data that name no folder; "": not given
 
 
 def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Config:
-    """Settings from the command line; ends the process with one message, from rank 0, if they do
-    not make sense.
+    """Return the settings of the command line. If they are wrong, the process ends with one
+    message, from rank 0.
 
-    `engine` is "horovod" or "ddp": a few settings belong to one of them.
+    `engine` is "horovod" or "ddp": a few settings belong to only one of them.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         config, base, knobs = read_flags(engine, world.size, argv, talk=world.is_first)
     except UserError as error:
         fail(world, f"error: {error}", exit_code=2)
-    except SystemExit as ended:  # tyro answered --help, or said what is wrong with the flags
+    except SystemExit as ended:  # tyro has printed --help, or what is wrong with the flags
         fail(world, "", exit_code=int(ended.code or 0))
-    variables, overruled = set_variables(knobs)  # before an engine is loaded, which reads them
-    if world.is_first and OWN_RANK not in os.environ:  # else the watcher has said it
+    variables, overruled = set_variables(knobs)  # before an engine is loaded and reads them
+    if world.is_first and OWN_RANK not in os.environ:  # else the watcher has printed them
         unscaled = rate_of_another_batch(config, base, argv)
         for line in [*without_effect(config, base, engine, world.size), *overruled, *unscaled]:
             print(f"warning: {line}", file=sys.stderr)
@@ -52,12 +52,14 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
 def read_flags(
     engine: str, world_size: int, argv: list[str], talk: bool, program: str | None = None
 ) -> tuple[Config, Config, Knobs]:
-    """The settings, those without the command line, and the knobs; UserError if they do not make
-    sense, and SystemExit after --help or a value that the parser does not know. `program`: what
-    these say that --help is given to, if not this process's script."""
+    """Return the settings, the defaults that the command line started from, and the knobs.
+
+    `program` is the script that messages name, by default this process's. UserError if the
+    settings are wrong; SystemExit after --help, or for a value that the parser does not accept.
+    """
     path = last_value(argv, "--knobs")
     tables = read_knobs(Path(home_path("--knobs", path))) if path is not None else {}
-    knobs = tables.get(engine, Knobs())  # none for an engine that the file does not name
+    knobs = tables.get(engine, Knobs())  # empty if the file does not name this engine
     given = {word.split("=")[0].replace("_", "-") for word in argv}
     for shorthand, flag in (("--opt-level", "--precision"), ("--fp16-allreduce", "--wire-format")):
         if {shorthand, flag} <= given:
@@ -67,7 +69,7 @@ def read_flags(
     if unknown:
         _refuse_words(engine, world_size, argv, unknown, program)
     config = _resolve(parsed)
-    # A preset's loss scale is for its fp16; another precision, given by a flag, has its default.
+    # A preset's loss scale is for its fp16. If a flag gives another precision, its default holds.
     if "--loss-scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
         config = replace(config, loss_scale=None)
     check(config, engine, world_size)
@@ -85,7 +87,7 @@ def _chosen_preset(argv: list[str]) -> Config:
 
 
 def are_digits(argv: Sequence[str]) -> bool:
-    """Whether the images of these flags are the embedded digits, which they are by default."""
+    """Return whether these flags select the embedded digits, as they do by default."""
     return (
         last_value(argv, "--data") in (None, "digits") and last_value(argv, "--train-dir") is None
     )
@@ -94,8 +96,8 @@ def are_digits(argv: Sequence[str]) -> bool:
 def _parse_flags(
     base: Config, argv: list[str], talk: bool, program: str | None
 ) -> tuple[Config, list[str]]:
-    """Parse into one group of flags a section, then into the flat Config; and the words that belong
-    to no flag."""
+    """Parse `argv` into one group of flags per section, and these into the flat Config. Also return
+    the words that belong to no flag."""
     types = get_type_hints(Config)
     sections: list[Any] = []
     for title, section in SECTIONS.items():
@@ -143,8 +145,8 @@ def _parse_flags(
 def _refuse_words(
     engine: str, world_size: int, argv: list[str], unknown: list[str], program: str | None
 ) -> NoReturn:
-    """UserError with all that is wrong with a line of which the parser does not know these words,
-    and that line in our words."""
+    """Raise a UserError that lists everything wrong with a command line of which the parser does
+    not know the `unknown` words, and gives the line in this project's flags."""
     base = _chosen_preset(["--data", "", *argv])  # other trainers' lines are about ImageNet
     config, _ = _parse_flags(base, argv, talk=False, program=None)
     line, _ = in_our_words(argv, unknown, config, world_size)
@@ -154,17 +156,17 @@ def _refuse_words(
         check(_resolve(config), engine, world_size)
     except UserError as error:
         more = str(error).splitlines()
-    except SystemExit:  # the parser does not know a value, and will say so
+    except SystemExit:  # the parser does not accept a value, and will say so
         pass
-    line, told = in_our_words(argv, unknown, config, world_size)
-    lines = ["not all of this command line is meant for this trainer:", *told, *more]
+    line, advice = in_our_words(argv, unknown, config, world_size)
+    lines = ["not all of this command line is meant for this trainer:", *advice, *more]
     if any(is_others(word) for word in unknown):
         lines.append(
             "defaults differ from the other trainer's, too: see docs/flags.md, or take a preset of "
             "--list-presets"
         )
     if (open_line := with_open_numbers(line, unknown, world_size)) != line:
-        lines.append("divide what is a node's by its GPUs, and what is the job's by its workers")
+        lines.append("divide a node's numbers by its GPUs, and the job's numbers by its workers")
     corrected = f"corrected: {program or f'python {sys.argv[0]}'} {shlex.join(open_line)}"
     raise UserError("\n  ".join(lines) + f"\n{corrected}")
 
@@ -176,7 +178,7 @@ SCHEDULES: dict[str, Literal["step", "cosine"]] = {"steplr": "step", "cosineanne
 
 
 def _resolve(config: Config) -> Config:
-    """Replace shorthands by what they stand for."""
+    """Replace shorthands by what they stand for, and expand paths."""
     if config.opt_level:
         config = replace(config, precision=OPT_LEVELS[config.opt_level], opt_level=None)
     if config.fp16_allreduce:
@@ -194,7 +196,8 @@ def _resolve(config: Config) -> Config:
 
 
 def home_path(flag: str, name: str) -> str:
-    """The path that a flag names, `~` and `~user` replaced; UserError if there is no such home."""
+    """Return the path that a flag names, with `~` and `~user` expanded. UserError if there is no
+    such home folder."""
     path = os.path.expanduser(name)
     if path.startswith("~"):
         raise UserError(
@@ -205,7 +208,7 @@ def home_path(flag: str, name: str) -> str:
 
 
 def check(config: Config, engine: str, world_size: int) -> None:
-    """Raise UserError for values that are invalid, or do not fit together."""
+    """Raise UserError for values that are invalid or do not fit together."""
     refuse(
         *(
             (not flag.bound.holds(value), f"{spelled(name)} {value}: {flag.bound.advice}")
@@ -222,7 +225,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
     )
 
 
-# What may be wrong with a run's settings, for `refuse`.
+# Possible mistakes in a run's settings, as (is it wrong, message), for `refuse`.
 Mistakes = list[tuple[Any, str]]
 
 
@@ -271,8 +274,8 @@ def _mistakes(config: Config) -> Mistakes:
         ),
         (
             config.arch.startswith("timm:") and config.pretrained,
-            "--pretrained: gets torchvision's weights, and timm has its own; give a file of "
-            "theirs with --weights",
+            "--pretrained: loads torchvision's weights, which do not fit timm's networks; give a "
+            "file of timm's weights with --weights",
         ),
     ]
 
@@ -290,16 +293,17 @@ def _mistakes_of_the_start(config: Config) -> Mistakes:
         ),
         (
             config.new_head and not config.weights,
-            "--new-head: starts the last layer anew, and the others from --weights FILE; add that",
+            "--new-head: starts the last layer anew, and the others from a file; add --weights "
+            "FILE",
         ),
         (
             config.new_head and (config.evaluate or config.resume not in (None, "auto")),
-            "--new-head: a last layer that starts anew has to be trained first; leave it out with "
-            "--evaluate, and with --resume FILE, which goes on with all layers",
+            "--new-head: a new last layer must be trained before it is evaluated, and --resume "
+            "FILE goes on with all layers; leave it out",
         ),
         (
             config.evaluate and not (config.weights or config.pretrained or config.resume),
-            "--evaluate: says nothing about what to evaluate; add --weights FILE, --pretrained or "
+            "--evaluate: there are no weights to evaluate; add --weights FILE, --pretrained or "
             "--resume",
         ),
     ]
@@ -334,8 +338,8 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
         ),
         (
             config.drop_path and not config.arch.startswith("timm:"),
-            f"--drop-path {config.drop_path}: torchvision's {config.arch} has no stochastic depth "
-            "that could be set; take one of timm's networks, such as --arch timm:resnet50",
+            f"--drop-path {config.drop_path}: torchvision's {config.arch} has no setting for "
+            "stochastic depth; use one of timm's networks, such as --arch timm:resnet50",
         ),
         (
             first_size is not None and first_size > config.train_crop_size,
@@ -344,8 +348,8 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
         ),
         (
             first_size is not None and not 0 <= begin < end <= config.epochs,
-            f"--first-crop-size {first_size}: say when images grow, by --resize-epochs BEGIN END "
-            f"with 0 <= BEGIN < END <= {config.epochs}",
+            f"--first-crop-size {first_size}: needs the epochs in which images grow; give "
+            f"--resize-epochs BEGIN END with 0 <= BEGIN < END <= {config.epochs}",
         ),
         (
             config.lr_restart_epochs and any(one >= next_one for one, next_one in pairwise(turns)),
@@ -371,8 +375,8 @@ def _mistakes_of_the_precision(config: Config) -> Mistakes:
     return [
         (
             config.precision == "O3" and config.optimizer not in ("sgd", "lars", "apex-sgd"),
-            f"--optimizer {config.optimizer}: cannot be combined with --precision O3, where the "
-            "mean of squared gradients is rounded to 0, and divided by; use --precision O2",
+            f"--optimizer {config.optimizer}: cannot be combined with --precision O3: it divides "
+            "by the mean of squared gradients, which fp16 rounds to 0; use --precision O2",
         ),
         (
             config.precision == "O2" and config.compile,
@@ -381,8 +385,8 @@ def _mistakes_of_the_precision(config: Config) -> Mistakes:
         ),
         (
             config.precision == "O3" and config.model_ema,
-            "--model-ema: cannot be combined with --precision O3, since a moving average stands "
-            "still where it is rounded to fp16; use --precision O2",
+            "--model-ema: cannot be combined with --precision O3: rounded to fp16, a moving "
+            "average would not change; use --precision O2",
         ),
     ]
 
@@ -395,8 +399,8 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
         *[
             (
                 groups and is_given,
-                f"{flag}: cannot be combined with --num-groups, with which Horovod only averages, "
-                "and divides after the sum, where fp16 overflows; leave one of the two out",
+                f"{flag}: cannot be combined with --num-groups: for groups Horovod only averages, "
+                "and divides after the sum, which overflows in fp16; leave one of the two out",
             )
             for flag, is_given in {
                 f"--wire-format {config.wire_format}": config.wire_format != "fp32",
@@ -407,8 +411,8 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
         ],
         (
             static and config.batches_per_allreduce > 1,
-            "--static-graph: cannot be combined with --batches-per-allreduce, since DDP wants to "
-            "see the exchange in its first backward pass; leave one of the two out",
+            "--static-graph: cannot be combined with --batches-per-allreduce: DDP must see an "
+            "exchange in its first backward pass; leave one of the two out",
         ),
         (
             config.use_adasum and engine != "horovod",
@@ -417,7 +421,7 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
         (
             config.use_adasum and world_size & (world_size - 1),
             f"--use-adasum: needs a power-of-two number of workers, and there are {world_size}; "
-            "start 2, 4, 8 or so",
+            "start 2, 4 or 8, for example",
         ),
         *[
             (
@@ -440,8 +444,8 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
 
 
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
-    """Warnings, in sentences: settings that do nothing here, compared with the preset `base`, and
-    settings that are probably a mistake."""
+    """Return warnings about settings that differ from the preset `base` but have no effect in this
+    run, and about settings that are probably a mistake."""
     missing = _missing(config, engine, world_size)
     lines = []
     for name, flag in FLAGS.items():
@@ -463,21 +467,21 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
 
 
 def rate_of_another_batch(config: Config, base: Config, argv: list[str]) -> list[str]:
-    """A warning where these words change the preset's batch, and leave its learning rate as it is.
-    (Random images may be trained at any.)"""
+    """Return a warning if `argv` changes the preset's batch size but not its learning rate. (For
+    synthetic images any learning rate will do.)"""
     is_left = config.batch_size != base.batch_size and "--base-lr" not in map(flag_name, argv)
     if not is_left or config.evaluate or config.data == "synthetic":
         return []
     scaled = f"{base.base_lr * config.batch_size / base.batch_size:.4g}"
     return [
         f"--batch-size {config.batch_size}: the learning rate of --preset {config.preset} is for "
-        f"batches of {base.batch_size}, and does not grow with them; give --base-lr {scaled}, as "
-        f"many times {base.base_lr:.4g}, or --base-lr {base.base_lr:.4g} if you mean that"
+        f"batches of {base.batch_size}, and does not grow with them; give --base-lr {scaled} to "
+        f"scale it in proportion, or --base-lr {base.base_lr:.4g} to keep it"
     ]
 
 
 def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
-    """For each thing that some flags need: the words of a warning that this run lacks it, or ""."""
+    """For each thing that some flags need, return why this run lacks it, or ""."""
     synthetic = config.data == "synthetic" and not config.train_dir
     schedule = f"--lr-scheduler is {config.lr_scheduler}"
     needs: dict[Need, tuple[Any, str]] = {
@@ -520,6 +524,6 @@ def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
 
 
 def is_resnet(arch: str) -> bool:
-    """Whether torchvision's `arch` is of its class ResNet, the one that --zero-init-residual
-    concerns."""
+    """Return whether torchvision builds `arch` from its class ResNet, the only one that
+    --zero-init-residual applies to."""
     return arch.startswith(("resnet", "resnext", "wide_resnet"))

@@ -1,7 +1,7 @@
 """Knobs: settings that change how fast gradients are exchanged, and not what is computed.
 
-`--knobs FILE` reads them from a TOML file, which `python compare/run.py --tune FILE` writes and
-which may be written by hand. Both trainers read the same file, each its own tables:
+`--knobs FILE` reads them from a TOML file. `python compare/run.py --tune FILE` writes one; you can
+also write it by hand. Both trainers read the same file, each its own tables:
 
     [ddp]
     bucket_cap_mb = 50.0
@@ -14,10 +14,10 @@ which may be written by hand. Both trainers read the same file, each its own tab
     HOROVOD_CYCLE_TIME = "0.5"
     OMPI_MCA_coll_tuned_use_dynamic_rules = "1"
 
-Settings become defaults, over those of the preset: a flag on the command line wins. Variables are
-set before the engine reads them (Horovod and MPI read theirs when they are initialised): one that
-the environment has already wins. Only the order in which gradients are added up may depend on a
-knob, so that tuned runs can be compared with others.
+Settings replace the preset's defaults; flags on the command line take precedence over them.
+Variables are set before the engine reads them (Horovod and MPI read theirs at initialisation);
+variables that are already set take precedence. A knob may change only the order in which gradients
+are added up, so that tuned runs can be compared with others.
 """
 
 import json
@@ -34,16 +34,16 @@ from recipe.errors import UserError, near_match, refuse
 from recipe.settings.flags import FLAGS, knob_types
 from recipe.world import LAUNCHERS
 
-# Environment variables that change what an engine does or how fast: one list for the plan of a
-# comparison, for a run's environment.json, and for files of knobs.
+# Environment variables that change what an engine does or how fast. One list serves the plan of a
+# comparison, a run's environment.json and files of knobs.
 STEERING_PREFIXES = (
     "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
     "LD_LIBRARY_PATH", "ATEN_CPU_CAPABILITY", "THP_MEM_ALLOC_ENABLE",
     "SLURM_MPI_TYPE", "SLURM_PMIX_FENCE", "SLURM_CPU_BIND",
 )  # fmt: skip
-# Those of Horovod that only steer its speed. By name, so that a typing error in a file of knobs is
-# found, and because their neighbours are no knobs: HOROVOD_RANK, or HOROVOD_TIMELINE.
+# Horovod's variables that affect only its speed. They are listed by name so that a typing error in
+# a file of knobs is found, and because others are no knobs, such as HOROVOD_RANK.
 HOROVOD_VARIABLES = (
     "HOROVOD_FUSION_THRESHOLD",
     "HOROVOD_CYCLE_TIME",
@@ -65,9 +65,9 @@ HOROVOD_VARIABLES = (
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
 )
 
-# In a rank's environment launchers have written into these families, too: who the rank is and
-# where it meets the others. There only the second list is the user's. (For the threads of MKL and
-# OpenBLAS the trainers have a rule of their own.)
+# Launchers set variables with these prefixes for each rank, too: its number, and where the ranks
+# meet. Of them, only those in the second list come from the user. (The trainers set the threads of
+# MKL and OpenBLAS themselves.)
 SHARED_WITH_LAUNCHERS = (
     *(family for launcher in LAUNCHERS.values() for family in launcher.sets),
     "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
@@ -80,20 +80,21 @@ OF_THE_USER = (
 
 
 def steers(name: str) -> bool:
-    """Whether this variable, of the user's shell, changes what an engine does or how fast."""
+    """Return whether this variable in the user's shell changes what an engine does or how fast."""
     return name.startswith(STEERING_PREFIXES)
 
 
 def steers_rank(name: str) -> bool:
-    """Whether it does, and no launcher has set it for the rank in whose environment it is."""
+    """Return whether this variable in a rank's environment steers an engine, and the user rather
+    than a launcher has set it."""
     return name.startswith(OF_THE_USER) if name.startswith(SHARED_WITH_LAUNCHERS) else steers(name)
 
 
-# Settings of each engine that are knobs, as Config names them, with what a file may give them.
+# The settings that are knobs, by engine: fields of Config with the type of their value.
 SETTINGS = {engine: knob_types(engine) for engine in ("ddp", "horovod")}
-# Of Open MPI's parameters those of the libraries that carry messages. The others (ess_, orte_,
-# plm_, rmaps_, ...) start and place the processes: mpirun reads them, and it is too late for them.
-# Of torch's variables those of its process groups: others choose number formats.
+# Open MPI: only parameters of the parts that carry messages. The others (ess_, orte_, plm_, rmaps_,
+# ...) start and place processes; mpirun has read them before a rank starts, so it is too late.
+# torch: only variables of its process groups; others choose number formats.
 FAMILIES = (
     "OMPI_MCA_allocator_",
     "OMPI_MCA_btl",
@@ -108,21 +109,21 @@ FAMILIES = (
     "TORCH_NCCL_",
 )
 NOT_KNOBS = {  # of those families
-    "NCCL_COMM_ID": "it is where the ranks meet",
+    "NCCL_COMM_ID": "it says where the ranks meet",
     "NCCL_HOSTID": "it tells hosts apart",
 }
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a file says for one engine."""
+    """The knobs that a file gives for one engine."""
 
     settings: dict[str, Any] = field(default_factory=dict)  # fields of Config
     variables: dict[str, str] = field(default_factory=dict)
 
 
 def _table_of(engine: str) -> Any:
-    """The form of an engine's table: its settings, and a table of variables."""
+    """Return the type of an engine's table: its settings, and a table of variables."""
     settings: list[Any] = [(name, kind | None, None) for name, kind in SETTINGS[engine].items()]
     text = Annotated[str, msgspec.Meta(pattern="^[^\0]*$")]  # no variable can hold a zero byte
     variables: Any = ("environment", dict[str, text], msgspec.field(default_factory=dict))
@@ -137,8 +138,8 @@ FILE: Any = msgspec.defstruct(
 
 
 def read_knobs(path: Path) -> dict[str, Knobs]:
-    """Read a file: the knobs of each engine that it names. UserError, with file and key, if any
-    table of it cannot be meant."""
+    """Read a file and return the knobs of each engine that it names. UserError, with file and key,
+    if a table has an unknown key, or a value that is not allowed."""
     try:
         file = msgspec.toml.decode(path.read_bytes(), type=FILE)
     except FileNotFoundError:
@@ -146,11 +147,11 @@ def read_knobs(path: Path) -> dict[str, Knobs]:
             f"--knobs {path}: there is no such file; `python compare/run.py --tune {path}` makes "
             "one for this machine"
         ) from None
-    except (OSError, ValueError) as error:  # no TOML, or another key or type than FILE has
+    except (OSError, ValueError) as error:  # no TOML, an unknown key, or a value of a wrong type
         known = "; ".join(f"[{engine}] {', '.join(own)}" for engine, own in SETTINGS.items())
         raise UserError(
-            f"--knobs {path}: {error}; there are {known}, and a table of variables of each, such "
-            'as [ddp.environment] with NCCL_ALGO = "Ring"'
+            f"--knobs {path}: {error}; a file may have {known}, and for each a table of "
+            'variables, such as [ddp.environment] with NCCL_ALGO = "Ring"'
         ) from None
     knobs = {}
     for engine, own in SETTINGS.items():
@@ -167,7 +168,7 @@ def read_knobs(path: Path) -> dict[str, Knobs]:
 
 
 def refusal(engine: str, name: str) -> str | None:
-    """Why a variable is no knob of this engine, with the remedy; None if it is one."""
+    """Return why a variable is no knob of this engine, and what to do; None if it is one."""
     if name in NOT_KNOBS:
         return f"is no knob: {NOT_KNOBS[name]}; set it in the shell"
     is_common = name.startswith(FAMILIES) and re.fullmatch(r"\w+", name)
@@ -184,8 +185,8 @@ def refusal(engine: str, name: str) -> str | None:
 def set_variables(
     knobs: Knobs, environ: MutableMapping[str, str] = os.environ
 ) -> tuple[dict[str, str], list[str]]:
-    """Set the variables that the environment has not yet; return them, and a sentence for each that
-    it has with another value."""
+    """Set the variables that the environment does not have yet. Return these, and a sentence for
+    each variable that it already has with another value."""
     lines = [
         f"{name}={value} of --knobs has no effect: the environment says {name}={environ[name]}"
         for name, value in knobs.variables.items()
@@ -197,8 +198,8 @@ def set_variables(
 
 
 def knobs_text(knobs: Mapping[str, Knobs]) -> str:
-    """The file's text: what `read_knobs` reads back as `knobs`."""
-    # JSON's numbers, strings, true and false are TOML's, too.
+    """Return the text of a file that `read_knobs` reads back as `knobs`."""
+    # JSON numbers, strings, true and false are also valid TOML.
     parts = []
     for engine, own in knobs.items():
         for table, values in {"": own.settings, ".environment": own.variables}.items():

@@ -1,4 +1,4 @@
-"""Presets: defaults for all flags, each with the accuracy that was published for it, and where."""
+"""Presets: defaults for all flags, each with its published accuracy and the source of it."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +7,8 @@ from recipe.settings.flags import Config
 
 
 class Preset:
-    """What is special about a recipe, and `like` which other it is beside that. `top1`: what the
-    `source` publishes, in percent, and the `time` that it took there."""
+    """The settings of a recipe that differ from the preset `like`. `top1` is the accuracy that
+    `source` publishes, in percent, and `time` how long the training took there."""
 
     def __init__(
         self, about: str, *, top1: str, source: str, time: str = "", like: str = "", **settings: Any
@@ -19,7 +19,7 @@ class Preset:
 
 PRESETS = {
     "digits": Preset(
-        "The embedded handwritten digits, of ten seeds each with 1, 2 and 4 workers.",
+        "The embedded handwritten digits; accuracy over ten seeds each with 1, 2 and 4 workers.",
         top1="97.8 to 99.7",
         source="CHANGELOG.md",
         time="half a minute, 1 core",
@@ -38,8 +38,9 @@ PRESETS = {
         label_smoothing=0.1,
     ),
     "digits-resnet18": Preset(
-        """The digits as the comparisons of results/ trained them from 22 November 2026 on (python
-        compare/run.py square): a network twice as large in less than half the steps, 4 workers.""",
+        """The digits as the comparisons in results/ have trained them since 22 November 2026
+        (python compare/run.py square): a network twice as large in less than half the steps, with
+        4 workers.""",
         top1="96.1 to 98.6",
         source="CHANGELOG.md",
         like="digits",
@@ -49,9 +50,9 @@ PRESETS = {
         batch_norm_momentum=0.25,
     ),
     "goyal-90": Preset(
-        """ResNet-50 as Goyal et al. 2017 scaled it: with 256 workers of 32 76.26 +- 0.09 %, as here
-        with 8. Horovod's Keras example has the same decay, and the same rates after warm-up:
-        75.66-75.88 % on 128 GPUs (horovod issue 191).""",
+        """ResNet-50 by the linear scaling rule of Goyal et al. 2017, for 8 workers of 32 images;
+        with 256 workers they got 76.26 +- 0.09 %. Horovod's Keras example has the same weight
+        decay, and the same rates after warm-up: 75.66-75.88 % on 128 GPUs (horovod issue 191).""",
         top1="76.40 +- 0.12",
         source="arXiv 1706.02677",
         time="1 h, 256 P100",
@@ -74,8 +75,8 @@ PRESETS = {
         lr_step_epochs=(30, 60),
     ),
     "tv-v2": Preset(
-        """torchvision's second recipe, ResNet-50 with 8 workers of 128; the top-1 is the moving
-        average's (vision issue 3995, pull request 5201).""",
+        """torchvision's second recipe, ResNet-50 with 8 workers of 128; the top-1 is that of the
+        weights' moving average (vision issue 3995, pull request 5201).""",
         top1="80.858",
         source="torchvision, IMAGENET1K_V2",
         data="",
@@ -100,7 +101,7 @@ PRESETS = {
         val_resize_size=232,
     ),
     "tv-alexnet": Preset(
-        "AlexNet by torchvision's first recipe, at its own rate, 8 workers of 32.",
+        "AlexNet by torchvision's first recipe, at AlexNet's learning rate, 8 workers of 32.",
         top1="56.522",
         source="torchvision, IMAGENET1K_V1",
         like="tv-v1",
@@ -108,8 +109,8 @@ PRESETS = {
         base_lr=0.01 / 8,
     ),
     "tv-vgg16": Preset(
-        """VGG-16 by torchvision's first recipe, at its own rate, 8 workers of 32. Much to send for
-        what it computes.""",
+        """VGG-16 by torchvision's first recipe, at VGG's learning rate, 8 workers of 32. It sends
+        many bytes of gradients for little computation.""",
         top1="71.592",
         source="torchvision, IMAGENET1K_V1",
         like="tv-v1",
@@ -137,7 +138,7 @@ PRESETS = {
         channels_last=True,
     ),
     "dle-50": Preset(
-        "The same in 50 epochs.",
+        "dle-90 in 50 epochs.",
         top1="76.25 +- 0.04",
         source="DeepLearningExamples",
         time="8 V100",
@@ -145,7 +146,7 @@ PRESETS = {
         epochs=50,
     ),
     "dle-250": Preset(
-        "The same in 250 epochs and with mixup; 78.25 +- 0.12 % on 8 V100.",
+        "dle-90 in 250 epochs and with mixup; 78.25 +- 0.12 % on 8 V100.",
         top1="78.43 +- 0.11",
         source="DeepLearningExamples",
         time="8 A100, 16,621 images/s",
@@ -180,7 +181,7 @@ PRESETS = {
         channels_last=True,
     ),
     "ffcv-rn50-88": Preset(
-        "The same in 88 epochs.",
+        "ffcv-rn50-16 in 88 epochs.",
         top1="78.4",
         source="libffcv/ffcv-imagenet",
         time="77.2 min, 8 A100",
@@ -231,7 +232,7 @@ PRESETS = {
         mixup_alpha=0.1,
     ),
     "rsb-a3": Preset(
-        "Procedure A3, of smaller images.",
+        "Procedure A3, with smaller images.",
         top1="78.1",
         source="arXiv 2110.00476",
         like="rsb-a2",
@@ -246,14 +247,14 @@ PRESETS = {
 
 
 def preset(name: str) -> Config:
-    """The settings of this preset."""
-    own = PRESETS[name]
-    return replace(preset(own.like) if own.like else Config(), preset=name, **own.settings)
+    """Return the settings of this preset."""
+    entry = PRESETS[name]
+    return replace(preset(entry.like) if entry.like else Config(), preset=name, **entry.settings)
 
 
 def table() -> str:
-    """All presets with their epochs, and what is published of them."""
+    """Return a table of all presets with their epochs, published top-1, time and source."""
     rows = [("--preset", "epochs", "top-1, %", "time there", "source")]
-    for name, own in PRESETS.items():
-        rows.append((name, str(preset(name).epochs), own.top1, own.time or "-", own.source))
+    for name, entry in PRESETS.items():
+        rows.append((name, str(preset(name).epochs), entry.top1, entry.time or "-", entry.source))
     return "\n".join("{:<15}  {:>6}  {:<13}  {:<23}  {}".format(*row) for row in rows)
