@@ -26,7 +26,7 @@ needs_dali = pytest.mark.skipif(
     not Path(sysconfig.get_path("platlib"), "nvidia", "dali").is_dir(),
     reason="DALI is not installed: pip install -e '.[dali]'",
 )
-DALI_CANNOT = ", .* words: nvImageCodec"
+DALI_CANNOT = ", .* DALI says: nvImageCodec"
 DEVICES = [
     CPU,
     pytest.param(

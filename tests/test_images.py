@@ -184,7 +184,7 @@ LEVELS = np.linspace(0, 1, WIDTH * HEIGHT, dtype=np.float32).reshape(HEIGHT, WID
 def test_levels_of_no_known_range_are_refused(content: bytes) -> None:
     """They used to become black, or white. By the head already, so that shards are not made."""
     for look in (decode, image_size):
-        with pytest.raises(UserError, match=r"a\.tif: .* no known range: convert it to 8 bits"):
+        with pytest.raises(UserError, match=r"a\.tif: .* unknown range: convert it to 8 bits"):
             look(content, "a.tif")
 
 

@@ -208,11 +208,11 @@ def moved(val: Path, label: int) -> tuple[Path, Path]:
     ("change", "message"),
     [
         (lambda val: (val / "ILSVRC2012_val_00049999.JPEG").touch(), "without a label: .*49999"),
-        (lambda val: shutil.copy(*moved(val, 1)), "both in it and in a class folder: .*00000001"),
-        (lambda val: shutil.move(*moved(val, 2)), "labels say: .*00000001"),
+        (lambda val: shutil.copy(*moved(val, 1)), "both here and in a class folder: .*00000001"),
+        (lambda val: shutil.move(*moved(val, 2)), "wrong class folder, .*00000001"),
         (lambda val: (val / CLASSES[1]).touch(), "cannot be written .File exists"),
-        (lambda val: (val / "ILSVRC2012_val_00000004.JPEG").unlink(), r"not in it: .*4 \(1 in all"),
-        (shutil.rmtree, r"not in it: ILSVRC2012_val_00000001, .* \(10 in all\)"),
+        (lambda val: (val / "ILSVRC2012_val_00000004.JPEG").unlink(), r"missing: .*4 \(1 in all"),
+        (shutil.rmtree, r"images missing: ILSVRC2012_val_00000001, .* \(10 in all\)"),
     ],
 )
 def test_folders_that_are_refused(
@@ -385,7 +385,7 @@ def test_an_interruption_ends_it_soon(
     look = Mock(side_effect=answers)
     monkeypatch.setattr(prepare, "fault_of", look)
     code, out, err = check(tmp_path, "--json", str(tmp_path / "found.json"))
-    assert (code, out, err) == (130, "", "\ninterrupted: start the same command again\n")
+    assert (code, out, err) == (130, "", "\ninterrupted: run the same command again\n")
     threads = prepare.THREADS_PER_CORE * len(os.sched_getaffinity(0))
     assert (
         look.call_count <= threads * prepare.CHECKED_AHEAD

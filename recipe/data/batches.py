@@ -42,50 +42,51 @@ from recipe.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # uint8 [N, 3, H, W] and int64 [N], until `to_device`
 SYNTHETIC_CLASSES = 1000
-# A batch, the bytes that its files have, which of its images have how many bytes left over, and
-# which were bad, and why, so that others took their place.
+# Images and labels of a batch; the size of its files in bytes; (index, number of left-over bytes)
+# of suspect images; and the bad images that were replaced, by index, with the reason.
 Read = tuple[torch.Tensor, torch.Tensor, int, list[tuple[int, int]], dict[int, str]]
-# One that is bad, and the others that are tried in its place: few, as a file server that is gone
-# takes 9 s for each, and a rank that is silent for a minute counts as frozen.
+# How many images are tried for one place in a batch: the first one, then replacements. Few, because
+# each takes 9 s if the file server is gone, and a rank without a batch for a minute counts as
+# frozen.
 MOST_TRIES = 6
-# More bad images than 1 in so many, and than so many, end the run.
+# The run ends if more images are bad than 1 in ONE_REPLACED_IN, and more than MOST_REPLACED.
 ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 
 
 # -- The order of the training images: one endless stream, the same for any number of ranks --------
 
-# (which pass, index of the image in the listing): the augmentation is drawn from both. An epoch is
-# one pass, or with repeats several, one for each time that its images come.
+# (number of the pass, index of the image in the listing): both seed the augmentation. An epoch is
+# one pass; with repeats it is several, one for each repeat of its images.
 Sample = tuple[int, int]
 
 
-@functools.lru_cache(maxsize=2)  # a batch begins in the epoch in which the last one ended
+@functools.lru_cache(maxsize=2)  # a batch may span two epochs
 def permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
-    """The images of one epoch in their order: int64 [num_images]."""
+    """Return the order of the images in one epoch: int64 [num_images]."""
     return np.random.default_rng([seed, epoch]).permutation(num_images)
 
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Permutations of `num_images` images, one an epoch, end to end.
+    """Permutations of `num_images` images, one per epoch, one after the other.
 
     A position is a count of samples since the start of training, over all ranks. A global batch is
-    simply the next samples of the stream, across the end of an epoch if need be, so each image is
-    seen exactly once an epoch at any world size, no batch is short, none is padded, and a run
-    resumes at another world size where it stopped.
+    the next samples of the stream, across the end of an epoch if necessary. So each image is seen
+    exactly once per epoch at any world size, no batch is short or padded, and a run resumes where
+    it stopped, even at another world size.
 
-    With `repeats` each image comes so many times, one after the other, so that ranks that take
-    turns share it. An epoch is as long as without, and holds the first images of its permutation
+    With `repeats` each image comes that many times in a row, so the copies go to different ranks.
+    An epoch has the same length as without, and uses only the first images of its permutation
     (Hoffer et al. 2020, arXiv 1901.09335; the order is that of torchvision's RASampler).
     """
 
     num_images: int
     seed: int
-    num_files: int | None = None  # if fewer, they come again in each epoch
+    num_files: int | None = None  # if there are fewer files, they are used several times per epoch
     repeats: int = 1
 
     def samples(self, positions: np.ndarray) -> list[Sample]:
-        """(pass, index) at each of `positions` (int64, ascending)."""
+        """Return the sample at each of `positions` (int64, ascending)."""
         epochs, offsets = np.divmod(positions, self.num_images)
         places, copies = np.divmod(offsets, self.repeats)
         passes = epochs * self.repeats + copies
@@ -100,36 +101,38 @@ class SampleStream:
     def batches(
         self, places: Iterable[tuple[int, int]], rank: int, size: int
     ) -> Iterator[list[Sample]]:
-        """This rank's batches: one for each position in `places`, of so many samples.
+        """Yield this rank's batches: one for each (position, batch size) in `places`.
 
-        Of each `batch_size * size` samples rank r takes every `size`-th, beginning with the r-th.
+        Of the `batch_size * size` samples from a position on, rank r takes every `size`-th,
+        starting with number r.
         """
         for position, batch_size in places:
             yield self.samples(position + rank + size * np.arange(batch_size))
 
 
-# -- What is read, in which steps ----------------------------------------------------------------
+# -- The images of a run, and the position of each step -------------------------------------------
 
 
 @dataclass(frozen=True)
 class Data:
-    """The images of a run; `train` and `val` are None for synthetic data, whose batches are random
-    pixels, made once on the device."""
+    """The images of a run. `train` and `val` are None for synthetic data: random pixels, made once
+    on the device."""
 
     train: Listing | None
     val: Listing | None
-    num_train: int  # of an epoch
+    num_train: int  # per epoch
     num_val: int
     num_classes: int
-    suspects: tuple[SuspectImages, ...] = ()  # of train and val
+    suspects: tuple[SuspectImages, ...] = ()  # for train and for val
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What must be unchanged for a run to resume: the number of images, a digest of their
-        names, labels and classes, the same for files and shards, and of shards their checksums'.
-        And what shows that numpy orders them alike, which another version may not."""
+        """What must be unchanged for a run to resume: the number of images, and a digest of their
+        names, labels and classes, which is the same for files and shards. For shards, also a digest
+        of their checksums. A digest of one permutation shows that numpy still orders images the
+        same way, which may change with its version."""
         digest = hashlib.sha256()
-        found = {
+        facts = {
             "num_train": self.num_train,
             "num_val": self.num_val,
             "order_sha256": hashlib.sha256(permutation(10_000, 0, epoch=0).tobytes()).hexdigest(),
@@ -140,15 +143,15 @@ class Data:
                 digest.update(listing.paths.tobytes() + listing.labels.tobytes())
             if isinstance(listing, Shards):
                 contents = hashlib.sha256(listing.checksums.tobytes()).hexdigest()
-                found[f"{part}_contents_sha256"] = contents
-        return {**found, "sha256": digest.hexdigest()}
+                facts[f"{part}_contents_sha256"] = contents
+        return {**facts, "sha256": digest.hexdigest()}
 
 
 def open_data(config: Config, epoch_images: int = 0) -> Data:
-    """List and check the folders. An epoch has at least `epoch_images`: those that there are come
-    again in it.
+    """List the images and check the folders. An epoch has at least `epoch_images` samples: if there
+    are fewer images, they are used again.
 
-    Raises UserError for everything that is wrong with a folder, before any training starts.
+    UserError for anything wrong with a folder, before training starts.
     """
     if config.data == "synthetic" and not config.train_dir:
         return Data(
@@ -161,7 +164,7 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
     watch.begin("listing the images")
     if config.train_dir and config.val_dir:
         cache = Path(config.cache_dir)
-        train, val = (open_images(Path(one), cache) for one in (config.train_dir, config.val_dir))
+        train, val = (open_images(Path(root), cache) for root in (config.train_dir, config.val_dir))
     else:
         train, val = open_digits("train"), open_digits("val")
     check_train_and_val(train, val)
@@ -170,8 +173,8 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
 
 
 def samples_per_step(config: Config, world: World, epoch: float = math.inf) -> int:
-    """The global batch: images of an optimizer step that begins in `epoch`, over all ranks; by
-    default the largest, after any warm-up."""
+    """Return the global batch: the images over all ranks of an optimizer step that begins in
+    `epoch`; by default the final one, after any batch-size warm-up."""
     share = config.batch_share(epoch)
     return math.ceil(config.batch_size * share) * config.batches_per_allreduce * world.size
 
@@ -179,8 +182,8 @@ def samples_per_step(config: Config, world: World, epoch: float = math.inf) -> i
 def training_end(
     config: Config, world: World, data: Data, step: int, samples_seen: int
 ) -> tuple[int, int]:
-    """Step and stream position at which a training that has come so far ends: all epochs have been
-    seen whole, or --max-steps is reached."""
+    """Return the step and stream position at which training ends, from its current `step` and
+    position `samples_seen`: when all epochs are complete, or --max-steps is reached."""
     last = math.inf if config.max_steps is None else config.max_steps
     end = 0 if config.evaluate else config.epochs * data.num_train
     while samples_seen < end and step < last:
@@ -200,9 +203,9 @@ def batch_places(
     stop: int,
     left_out: Container[int] = (),
 ) -> Iterator[tuple[int, int]]:
-    """For each batch the stream position at which it begins, and how many images each rank has of
-    it: from `start`, where a step begins, until `stop` is reached or passed. All batches of a step
-    are of one size. Steps that begin at a position in `left_out` are not made."""
+    """Yield for each batch its stream position and its number of images per rank, from `start`,
+    where a step begins, until `stop` is reached or passed. All batches of a step have the same
+    size. Steps that begin at a position in `left_out` are skipped."""
     while start < stop:
         step_samples = samples_per_step(config, world, start // num_train)
         batch_samples = step_samples // config.batches_per_allreduce
@@ -214,28 +217,28 @@ def batch_places(
 
 @dataclass
 class InputMeter:
-    """Images and their encoded bytes that have come to this rank for training so far, read here or
-    in loader processes."""
+    """Counts the training images, and their encoded bytes, that this rank has received so far,
+    whether it or its loader processes read them."""
 
     files: int = 0
     bytes: int = 0
-    replaced: dict[int, str] = field(default_factory=dict)  # bad images, by index, and why
+    replaced: dict[int, str] = field(default_factory=dict)  # reason for each bad image, by index
 
 
 class Images(Dataset):
-    """Images in batches, whose keys are samples (`SampleStream`). A key alone decides an
-    image's pixels, but for their number: all of a batch are of the size that its first one has in
-    its epoch.
+    """Images in batches; the keys are samples (`SampleStream`). An image's key alone decides its
+    pixels, except for its size: all images of a batch have the size that belongs to the epoch of
+    its first one.
 
-    With --bad-images replace another one of the same pass takes the place of a training image that
-    is bad, in pixels and label. Its index is drawn from the bad one's key: the same on any rank, at
-    any number of them, and after a resume."""
+    With --bad-images replace, another image of the same pass replaces a bad training image, pixels
+    and label. Its index is drawn from the bad image's key, so it is the same on any rank, at any
+    world size, and after a resume."""
 
     def __init__(
         self, listing: Listing, config: Config, transform: TrainTransform | ValTransform
     ) -> None:
         self.listing, self.transform, self.seed = listing, transform, config.seed
-        # Not of validation: accuracies on other images would be other figures.
+        # Never in validation: accuracy on other images would not be comparable.
         self.replaces = config.bad_images == "replace" and isinstance(transform, TrainTransform)
 
     def __getitems__(self, keys: list[Sample]) -> Read:
@@ -263,7 +266,8 @@ class Images(Dataset):
         return images, labels, num_bytes, suspects, replaced
 
     def _read(self, number: int, index: int, out: torch.Tensor) -> tuple[int, int]:
-        """Read an image in this pass into `out`: the bytes of its file, and those left over."""
+        """Read image `index` in pass `number` into `out`; return the size of its file and the
+        number of bytes left over."""
         content, name = self.listing.read(index), self.listing.name(index)
         with named(name, content):
             left_over = self.transform(content, name, (self.seed, number, index), out)
@@ -273,21 +277,21 @@ class Images(Dataset):
 
 
 def check_replaced(listing: Listing, replaced: Collection[int]) -> None:
-    """UserError if more images of `listing` were replaced than --bad-images lets pass."""
+    """Raise UserError if more images of `listing` were replaced than --bad-images allows."""
     most = max(MOST_REPLACED, len(listing) // ONE_REPLACED_IN)
     refuse((
         len(replaced) > most,
         f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
-        f"and {most:,} are let pass; metrics.jsonl in the run folder lists them. Find all with "
-        f"python -m recipe.data.prepare check {shlex.quote(str(listing.root))}, and bring good "
-        "copies back.",
+        f"and {most:,} are allowed; metrics.jsonl in the run folder lists them. Find all with "
+        f"python -m recipe.data.prepare check {shlex.quote(str(listing.root))}, and replace them "
+        "by good copies.",
     ))  # fmt: skip
 
 
 def _noted(reads: Iterable[Read], suspects: SuspectImages, meter: InputMeter) -> Iterator[Batch]:
-    """The batches alone, when `suspects` and `meter` know what came with them."""
-    for images, labels, num_bytes, found, replaced in reads:
-        for index, left_over in found:
+    """Yield the images and labels of `reads`; record the rest in `suspects` and `meter`."""
+    for images, labels, num_bytes, suspect_images, replaced in reads:
+        for index, left_over in suspect_images:
             suspects.add(index, left_over)
         meter.files += len(labels)
         meter.bytes += num_bytes
@@ -306,13 +310,13 @@ def training_batches(
     meter: InputMeter | None = None,
     left_out: Container[int] = (),
 ) -> Iterator[Batch]:
-    """This rank's batches from stream position `start` until `stop`, both in samples over all
-    ranks, but for steps that begin at one of `left_out`.
+    """Return this rank's batches from stream position `start` until `stop`, both in samples over
+    all ranks, without the steps that begin at a position in `left_out`.
 
-    One iterator for the whole of training: the loader's workers start once, at this call, and read
+    One iterator serves the whole training: the loader's workers start once, at this call, and read
     ahead across epochs. `meter` counts the files that are read. With --mixup-alpha or
-    --cutmix-alpha they come normalised, on the device, and with the shares of classes, float
-    [N, classes], for labels.
+    --cutmix-alpha the batches are normalised and on the device, and their labels are shares of
+    classes, float [N, classes].
     """
     if start >= stop:
         return iter(())
@@ -321,16 +325,16 @@ def training_batches(
     stream = SampleStream(data.num_train, config.seed, num_files, config.augment_repeats)
     places = functools.partial(batch_places, config, world, data.num_train, start, stop, left_out)
     batches = stream.batches(places(), world.rank, world.size)
-    if num_files < data.num_train:  # no first pass, whose files are decoded whole to find damage
+    if num_files < data.num_train:  # skip pass 0, in which files are decoded whole to find damage
         batches = ([(number + 1, index) for number, index in keys] for keys in batches)
     if data.train is None:
         ready = _synthetic_batches(
             config.batch_size, config.train_crop_size, map(len, batches), device
         )
     elif config.dali:
-        from recipe.data.dali import EncodedImages, dali_batches  # which imports from here
+        from recipe.data.dali import EncodedImages, dali_batches  # here, as it imports this module
 
-        # DALI takes plain memory, and works ahead by itself.
+        # DALI takes memory that is not pinned, and prefetches by itself.
         encoded = _loaded(EncodedImages(data.train, config), batches, torch.device("cpu"), workers)
         ready = dali_batches(encoded, data.train, config, device, meter)
     else:
@@ -347,13 +351,13 @@ def training_batches(
 def mixed(
     batches: Iterable[Batch], config: Config, num_classes: int, keys: Iterable[tuple[int, ...]]
 ) -> Iterator[Batch]:
-    """Normalised `batches` (float [N, 3, H, W], int64 [N]) after Mixup or CutMix, and the
-    shares of classes in each image for labels (float [N, num_classes]).
+    """Apply Mixup or CutMix to normalised `batches` (float [N, 3, H, W], int64 [N]). The labels
+    become the shares of classes in each image (float [N, num_classes]).
 
-    What is drawn for a batch depends on its key alone: a resumed run and the other engine mix as
-    this one does.
+    The random numbers for a batch depend on its key alone, so a resumed run and the other engine
+    mix in the same way.
     """
-    from torchvision.transforms import v2  # not for the loader's server: it takes two seconds
+    from torchvision.transforms import v2  # here, to spare the loader's server two seconds
 
     alphas = {v2.MixUp: config.mixup_alpha, v2.CutMix: config.cutmix_alpha}
     mix = v2.RandomChoice(
@@ -369,7 +373,7 @@ def mixed(
 def validation_batches(
     data: Data, config: Config, world: World, device: torch.device, workers: int
 ) -> Iterator[Batch]:
-    """This rank's share of the validation images; over all ranks each image comes exactly once."""
+    """Yield this rank's share of the validation images; over all ranks each comes exactly once."""
     indices = range(world.rank, data.num_val, world.size)
     size = config.val_batch_size
     firsts = range(0, len(indices), size)
@@ -390,22 +394,24 @@ def _loaded(
         batch_sampler=batches,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else a session's first step draws other dropout
+        generator=torch.Generator(),  # the global one would change the first step's dropout
         multiprocessing_context="forkserver" if workers else None,  # see start_loaders_server
-        collate_fn=_in_shared_memory if workers else lambda batch: batch,  # it is a whole one
+        collate_fn=_in_shared_memory if workers else lambda batch: batch,  # it is already a batch
         worker_init_fn=_begin_worker if workers else None,
     )
     finalizers: dict[Any, Any] = vars(util)["_finalizer_registry"]
     known = set(finalizers)
-    reading = iter(loader)  # whose workers start now, and not for the first batch
-    made = [one for key, one in finalizers.items() if key not in known]
+    reading = iter(loader)  # starts the workers now, and not with the first batch
+    made = [finalizer for key, finalizer in finalizers.items() if key not in known]
     removal = vars(SemLock)["_cleanup"].__func__
-    return _handed_over(reading, [one for one in made if one._callback is removal])
+    return _handed_over(reading, [item for item in made if item._callback is removal])
 
 
 def _handed_over(reading: Iterator[Any], names: Iterable[util.Finalize] = ()) -> Iterator[Any]:
-    """What loader workers read; UserError if one of them was killed. `names` removes those of their
-    semaphores from /dev/shm: when each worker has them open, so that none stays if all is killed.
+    """Yield what loader workers read; UserError if one of them was killed.
+
+    The finalizers `names` remove the workers' semaphores from /dev/shm. They run as soon as every
+    worker has opened them, so that no file is left behind even if all processes are killed.
     """
     try:
         for number, batch in enumerate(reading, 1):
@@ -413,13 +419,13 @@ def _handed_over(reading: Iterator[Any], names: Iterable[util.Finalize] = ()) ->
                 for remove in names:
                     remove()
             yield batch
-    except (RuntimeError, OSError, EOFError) as error:  # as of what the worker was about to do
+    except (RuntimeError, OSError, EOFError) as error:  # depends on what the worker was doing
         sentinels = [worker.sentinel for worker in getattr(reading, "_workers", [])]
         if not multiprocessing.connection.wait(sentinels, timeout=1.0):
             raise
         raise UserError(
             "a loader worker was killed, usually because memory ran out: use fewer "
-            "--workers, or --workers 0, or let the job have more memory"
+            "--workers, or --workers 0, or give the job more memory"
         ) from error
 
 
@@ -428,9 +434,9 @@ def _on_device(batches: Iterable[Batch], config: Config, device: torch.device) -
 
 
 def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -> Iterator[Batch]:
-    """Batches on a GPU, normalised, each copied there while the step before it computes.
+    """Yield normalised batches on a GPU, each copied there while the previous step computes.
 
-    The copy has its own stream, and is requested before the previous batch is returned: so it is in
+    The copy runs on its own stream, and starts before the previous batch is returned. So it is in
     time even if the host waits for the GPU in each step, as loss scaling does.
     """
     side = _copying_stream(device)
@@ -443,18 +449,18 @@ def _one_ahead(batches: Iterable[Batch], config: Config, device: torch.device) -
             current = torch.cuda.current_stream(device)
             current.wait_event(on_device)
             for tensor in ready:
-                # Its memory belongs to the side stream, which must not take it again before this
-                # stream, too, is through with it.
+                # The memory belongs to the side stream, which must not reuse it before the current
+                # stream has finished with it.
                 tensor.record_stream(current)
             yield ready
         coming = following
 
 
 def _in_shared_memory(read: Any) -> Any:
-    """What a worker has read, its tensors in memory that the trainer can read.
+    """Move the tensors that a worker has read into shared memory, which the trainer can read.
 
-    Here, because a worker's thread that sends would put them there as well, but where there is no
-    room it would silently lose the batch, and the trainer would wait for ever.
+    The worker's sending thread would do the same, but if there is no room it would silently lose
+    the batch, and the trainer would wait for ever.
     """
     tensors = [part for part in read if torch.is_tensor(part)]
     try:
@@ -462,7 +468,7 @@ def _in_shared_memory(read: Any) -> Any:
             tensor.share_memory_()
     except RuntimeError as error:
         raise UserError(
-            f"a loader worker cannot hand over a batch of {sum(one.nbytes for one in tensors):,} "
+            f"a loader worker cannot hand over a batch of {sum(t.nbytes for t in tensors):,} "
             f"bytes in /dev/shm ({error}): if that is full, make it larger (docker run --shm-size "
             "32g, or --ipc host), or use fewer --workers, or --workers 0"
         ) from error
@@ -470,10 +476,10 @@ def _in_shared_memory(read: Any) -> Any:
 
 
 def _begin_worker(worker: int) -> None:
-    """Set a loader worker up, to end as soon as the trainer is gone, however that ended.
+    """Set up a loader worker, and make it end as soon as the trainer is gone.
 
-    torch's workers look for the end of their parent process; a forkserver's never ends before them,
-    and so they would stay for good after a trainer that was killed or left by os._exit.
+    torch's workers watch for the end of their parent process. Here that is the forkserver, which
+    never ends before them, so they would stay for ever if the trainer was killed or used os._exit.
     """
     keep_freed_memory()
     prepare_output(UNREAD_S)
@@ -498,8 +504,8 @@ def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> 
 def _synthetic_batches(
     batch_size: int, image_size: int, counts: Iterable[int], device: torch.device
 ) -> Iterator[Batch]:
-    """The same random batch again and again, or the first images of it, already on the device:
-    training speed without any input."""
+    """Yield the first images of one random batch again and again; they are already on the device.
+    This shows the training speed without input."""
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, 3, image_size, image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
@@ -508,26 +514,26 @@ def _synthetic_batches(
         yield images[:count], targets[:count]
 
 
-@functools.cache  # each stream has memory of its own, which others do not get back
+@functools.cache  # each stream keeps memory that other streams cannot use
 def _copying_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of `device` on which batches are copied there, in training and evaluation."""
+    """Return the stream that copies batches to `device`, in training and evaluation."""
     return torch.cuda.Stream(device)
 
 
 @functools.cache
 def _mean_and_std(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """ImageNet's channel means and standard deviations on a scale of 0 to 255, float [3, 1, 1]."""
+    """Return ImageNet's means and standard deviations of channels, scaled to 0..255: [3, 1, 1]."""
     mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1) * 255
     std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255
-    return mean.to(device), std.to(device)  # waits for the copies: any stream may use them
+    return mean.to(device), std.to(device)  # waits for the copies, so any stream may use them
 
 
 def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
     """Move a batch as uint8, then normalise it there: float [N, 3, H, W] and int64 [N].
 
-    With --channels-last only the images change their layout: the convolutions then run in NHWC, and
-    contiguous weights still get contiguous gradients, the only ones that Horovod accepts.
-    Batches of files are on the GPU already, and are returned unchanged.
+    With --channels-last only the images change their layout: convolutions then run in NHWC, and
+    contiguous weights still get contiguous gradients, the only ones that Horovod accepts. Batches
+    that are normalised already are returned unchanged.
     """
     if batch[0].is_floating_point():
         return batch
@@ -535,12 +541,12 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
     mean, std = _mean_and_std(device)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     images = images.contiguous(memory_format=layout)
-    return images.sub(mean).div_(std), targets  # two passes over floats, not four
+    return images.sub(mean).div_(std), targets  # two passes over float values instead of four
 
 
 def data_order_sha256(data: Data, config: Config) -> str:
-    """Digest of which images are trained on in which order, pixels aside: names, labels, and the
-    order of epoch 0."""
+    """Return a digest of which images are trained on in which order: names, labels, and the order
+    of epoch 0, but not pixels."""
     places = np.arange(data.num_train) // config.augment_repeats
     digest = hashlib.sha256(permutation(data.num_train, config.seed, 0)[places].tobytes())
     if data.train is not None:

@@ -1,9 +1,9 @@
 """Training images decoded, cropped, resized and flipped by NVIDIA DALI, on the GPU if there is one.
 
-Randomness and order stay here. Loader workers read the encoded images and draw each one's crop and
-flip from its key, as for every other source, and pass both to DALI with the bytes. So the same seed
-shows the same part of the same image in the same step, and a run resumes exactly. Only the last
-bits of the pixels differ, by another decoder and another resampling.
+DALI decides nothing about randomness or order. As for every other source, loader workers read the
+encoded images and draw each image's crop and flip from its key; they pass both to DALI with the
+bytes. So the same seed shows the same part of the same image in the same step, and a run resumes
+exactly. Only the last bits of the pixels differ, because decoder and resampling are different.
 """
 
 from collections import Counter, deque
@@ -21,13 +21,13 @@ from recipe.data.images import TrainTransform
 from recipe.errors import UserError
 from recipe.settings.config import Config
 
-# The bytes of a batch's images end to end (uint8), the length of each, its crop (int32 [N, 4]:
-# left, top, width, height), whether it is flipped (int32 [N]), label and index.
+# The images of a batch: their bytes end to end (uint8), the length of each, their crops (int32
+# [N, 4]: left, top, width, height), whether each is flipped (int32 [N]), labels and indices.
 Encoded = tuple[torch.Tensor, ...]
 
 
 class EncodedImages(Dataset):
-    """Training images as they are stored, with what was drawn for them; a batch's keys are samples
+    """Encoded training images with the crop and flip drawn for each; a batch's keys are samples
     (recipe/data/batches.py)."""
 
     def __init__(self, listing: Listing, config: Config) -> None:
@@ -44,7 +44,7 @@ class EncodedImages(Dataset):
             crops.append([drawn.left, drawn.top, drawn.width, drawn.height])
             flips.append(drawn.flip)
         indices = torch.tensor([index for _, index in keys])
-        # One tensor for all: each travels from a worker as an open file.
+        # One tensor for all bytes: each tensor costs an open file on its way from a worker.
         return (
             torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8),
             torch.tensor([len(content) for content in contents]),
@@ -62,10 +62,10 @@ def dali_batches(
     device: torch.device,
     meter: InputMeter,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Images (uint8 [N, 3, size, size], in channels-last order) on `device` and labels (int64 [N])
-    of `batches`, which are of --batch-size images at most; `meter` counts what is read.
+    """Yield the images (uint8 [N, 3, size, size], channels-last, on `device`) and labels (int64
+    [N]) of `batches`, which have at most --batch-size images; `meter` counts what is read.
 
-    UserError, which names the image, if one cannot be decoded, and without DALI.
+    UserError if DALI is missing, or if an image cannot be decoded; it names the image.
     """
     reading = iter(batches)
     under_way: deque[Encoded] = deque()
@@ -126,7 +126,7 @@ def _pipeline(source: Any, config: Config, device: torch.device) -> Any:
             device="mixed" if on_gpu else "cpu",
             output_type=types.RGB,
             adjust_orientation=False,
-            # By default DALI ties its threads to the first cores, those of all ranks to the same.
+            # By default DALI pins its threads to the first cores, the same ones for all ranks.
             **({"affine": False} if on_gpu else {}),
         )
         images = fn.resize(
@@ -141,12 +141,12 @@ def _pipeline(source: Any, config: Config, device: torch.device) -> Any:
 
 
 def _to_torch(outputs: Any, device: torch.device) -> torch.Tensor:
-    """A copy of DALI's batch, whose memory it uses again: uint8 [N, size, size, 3].
+    """Return a copy of DALI's batch, since DALI reuses its memory: uint8 [N, size, size, 3].
 
-    DALI decodes on a stream of its own, while the step before computes. The copy is in torch's
-    stream, so that no other stream ever uses the tensor; DALI lets it end before it uses the memory
-    again. A stream of its own would save a step nothing that shows: 256 images of 224 pixels are 39
-    MB, which a GPU reads and writes in far less than 0.1 ms.
+    DALI decodes on its own stream, while the previous step computes. The copy runs on torch's
+    stream, so no other stream ever uses the tensor; DALI waits for its end before it reuses the
+    memory. A separate stream for the copy would save nothing noticeable: 256 images of 224 pixels
+    are 39 MB, which a GPU reads and writes in far less than 0.1 ms.
     """
     if device.type != "cuda":
         return torch.from_numpy(np.array(outputs.as_array()))
@@ -159,21 +159,22 @@ def _to_torch(outputs: Any, device: torch.device) -> torch.Tensor:
 
 
 def _about_an_image(under_way: Iterable[Encoded], listing: Listing, error: Exception) -> Exception:
-    """What to raise for an error of DALI, which does not say which image it is about."""
+    """Return the exception to raise for an error of DALI, which does not say which image it is
+    about: decode all images that are under way, to find the bad one."""
     contents = {
         listing.name(index): listing.read(index)
         for encoded in under_way
         for index in encoded[5].tolist()
     }
     for name, content in contents.items():
-        if left_over := decode(content, name)[1]:  # or an error that names it
+        if left_over := decode(content, name)[1]:  # or `decode` raises an error with its name
             return suspect(name, left_over)
     if "decoders.image_slice" not in str(error):
         return error
     formats = Counter(content[:2] for content in contents.values())
     rarest = sorted(contents, key=lambda name: formats[contents[name][:2]])
     return UserError(
-        "--dali: DALI cannot decode an image that is decoded without it, one of these, the rarest "
-        f"format first: {first_few(rarest)}. Convert it, or leave --dali out. Its words: "
+        "--dali: DALI cannot decode an image that can be decoded without it: one of these, the "
+        f"rarest format first: {first_few(rarest)}. Convert it, or leave --dali out. DALI says: "
         + " ".join(str(error).partition("encountered:")[2].split())
     )

@@ -1,6 +1,6 @@
-"""From a file's bytes to the pixels of an image, strictly: what is damaged is an error, not grey.
+"""Decode image files, strictly: damage is an error, and not filled with grey.
 
-Needs no torch, so that recipe/data/prepare.py begins at once.
+Needs no torch, so that recipe/data/prepare.py starts at once.
 """
 
 import io
@@ -16,39 +16,39 @@ from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 from recipe.data.image_folder import Listing
 from recipe.errors import UserError
 
-# Of so many images one may be suspect: also ImageNet has some with bytes left over.
+# One image in this many may be suspect: ImageNet, too, has some with bytes left over.
 ONE_IN = 10_000
 MAX_NAMES = 100
-# What the colours of the last rows may be mixed with, and a whole block of colours.
+# Rows decoded below the last one that is needed: upsampling may mix its colours with theirs, and
+# colours come in whole blocks.
 ROWS_BELOW = 2
-# Of an image of any format: half a GiB as RGB. Asked of its head, before anything is decoded.
+# Limit for an image of any format: half a GiB as RGB. Checked by its header, before decoding.
 MAX_PIXELS = 2**29 // 3
-# Of its sides: resized, so that the short one is as a network wants it, a longer strip would fill
-# the memory.
+# Limit of the ratio of its sides: a longer strip would fill the memory when it is resized so that
+# its short side has the size that the network needs.
 MAX_RATIO = 1000
-Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is for some formats only, and warns below it
-# As much for a PNG's texts and its colour profile; Pillow refuses the image for more than 1 MiB.
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit covers only some formats, and warns below it
+# The same limit for a PNG's texts and colour profile; Pillow's default refuses more than 1 MiB.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 3 * MAX_PIXELS
-# libjpeg-turbo's only warning that need not be about damage: the marker is that of the image's end.
+# libjpeg-turbo's only warning that may have another cause than damage: 0xd9 marks the image's end.
 LEFT_OVER = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 
 
 def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarray, int]:
-    """Decode at least the upper `rows` rows of an image of any format that Pillow reads into RGB:
-    uint8 [at least rows, width, 3]. And how many bytes are left over behind a JPEG's last row,
-    where all were decoded: most damage leaves some, but so do some programs.
+    """Decode at least the upper `rows` rows of an image, in any format that Pillow reads, to RGB:
+    uint8 [at least rows, width, 3]. Also return how many bytes are left over after a JPEG's last
+    row, if all rows were decoded: most damage leaves some, but so do some programs.
 
-    Grey becomes equal channels, 12- and 16-bit grey keeps its upper 8 bits (16-bit colour does so
-    in Pillow), transparency is dropped and the colour below it kept, of an animation the first
-    frame is taken. CMYK JPEGs are read as Adobe writes them, inverted, which is what Pillow does
-    even where the Adobe marker is missing. EXIF orientation is ignored but in TIFF, as in
-    torchvision and hence in the published ImageNet results. A JPEG's colours are upsampled without
-    a filter, as DALI does on GPUs by default.
+    Grey images get equal channels; 12- and 16-bit grey keeps its upper 8 bits (as Pillow does for
+    16-bit colour). Transparency is dropped, and the colour below it kept. Of an animation the first
+    frame is used. CMYK JPEGs are read inverted, as Adobe writes them, and as Pillow reads them even
+    without the Adobe marker. EXIF orientation is ignored except in TIFF, as in torchvision and so
+    in the published ImageNet results. A JPEG's colours are upsampled without a filter, as DALI does
+    on GPUs by default.
 
-    UserError, with `name` for the file, if it is no image, larger than MAX_PIXELS or longer than
-    MAX_RATIO, truncated, grey
-    in floating-point, 32-bit or signed numbers, or a JPEG with damaged data, which Pillow would
-    silently fill with grey.
+    UserError, which names the file by `name`, for a file that is no image, has more than MAX_PIXELS
+    or a ratio of sides above MAX_RATIO, is truncated, has floating-point, 32-bit or signed grey
+    levels, or is a JPEG with damaged data, which Pillow would silently fill with grey.
     """
     with named(name, content):
         size = _jpeg_size(content)
@@ -56,7 +56,7 @@ def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarra
 
 
 def suspect(name: str, left_over: int, note: str = "") -> UserError:
-    """The error about an image with so many bytes more than it needs."""
+    """Return the error for an image that has `left_over` bytes more than its pixels need."""
     return UserError(
         f"{name}: {left_over:,} bytes more than its pixels need, as most damage leaves a JPEG file"
         f"{note}. Replace the file by a good copy, save it again if it looks right, or remove it."
@@ -64,27 +64,27 @@ def suspect(name: str, left_over: int, note: str = "") -> UserError:
 
 
 def image_size(content: bytes, name: str) -> tuple[int, int]:
-    """Height and width of an image in pixels, from its head; UserError as in `decode`."""
+    """Return height and width of an image in pixels, from its header; UserError as in `decode`."""
     with named(name, content):
         return _jpeg_size(content) or _open_by_pillow(content).size[::-1]
 
 
 @contextmanager
 def named(name: str, content: bytes) -> Iterator[None]:
-    """Turn any exception of a decoder or a transform into a UserError about the file `name`."""
+    """Turn any exception from a decoder or transform into a UserError about the file `name`."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # Pillow's plugins raise whatever their parsing runs into
-        # Pillow's own words on an unknown format speak of an object at an address; Python's
-        # MemoryError has none.
+    except Exception as error:  # Pillow's plugins let any error of their parsers through
+        # Pillow's message about an unknown format names an object by its address, and Python's
+        # MemoryError has no message.
         reason = (
             "of no known format"
             if isinstance(error, UnidentifiedImageError)
             else str(error) or type(error).__name__
         )
-        # Its first bytes show a page of text, or a pointer of git-lfs.
+        # The first bytes show if the file is a web page, or a pointer of git-lfs.
         raise UserError(
             f"{name}: cannot be read as an image ({reason}). It has {len(content):,} bytes and "
             f"begins with {content[:24]!r}. Replace the file by a good copy, or remove it."
@@ -92,7 +92,7 @@ def named(name: str, content: bytes) -> Iterator[None]:
 
 
 def _jpeg_size(content: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG that libjpeg-turbo decodes; None for what is left to Pillow."""
+    """Return height and width of a JPEG; None if Pillow must decode the file, not libjpeg-turbo."""
     if content[:2] != b"\xff\xd8":
         return None
     try:
@@ -107,16 +107,16 @@ def _check_size(height: int, width: int) -> None:
     short, long = sorted((height, width))
     if short * long > MAX_PIXELS or long > MAX_RATIO * short:
         raise ValueError(
-            f"{width:,} x {height:,} pixels; {MAX_PIXELS:,} and a strip of 1 : {MAX_RATIO:,} are "
-            "the limits"
+            f"{width:,} x {height:,} pixels; the limits are {MAX_PIXELS:,} pixels and a ratio of "
+            f"sides of 1 : {MAX_RATIO:,}"
         )
 
 
 def _decode_jpeg(content: bytes, height: int, width: int, rows: int) -> tuple[np.ndarray, int]:
     shorter, is_shortened = min(height, rows + ROWS_BELOW), False
     if shorter < height and (position := _height_position(content)) is not None:
-        # Of a JPEG that claims to be less high libjpeg-turbo decodes less, since its rows come one
-        # after the other, and then finds the rest to be too much.
+        # Write a smaller height into the header: libjpeg-turbo then decodes only these rows, which
+        # come first in the file, and warns of extraneous bytes after them.
         content = content[:position] + shorter.to_bytes(2, "big") + content[position + 2 :]
         height, is_shortened = shorter, True
     image = np.empty((height, width, 3), dtype=np.uint8)
@@ -125,16 +125,16 @@ def _decode_jpeg(content: bytes, height: int, width: int, rows: int) -> tuple[np
     except ValueError as error:
         if is_shortened and "extraneous bytes" in str(error):
             return image, 0
-        found = LEFT_OVER.search(str(error))
-        if found is None:
+        warning = LEFT_OVER.search(str(error))
+        if warning is None:
             raise
-        return image, int(found[1])
+        return image, int(warning[1])
     return image, 0
 
 
 def _height_position(content: bytes) -> int | None:
-    """Where a JPEG's height (two bytes) is, if its rows come one after the other: not in several
-    scans, as in a progressive one. None if not."""
+    """Return the position of a JPEG's height (two bytes); None unless all its rows come one after
+    the other in a single scan. (Progressive JPEGs have several.)"""
     position, at, components = 2, None, 0
     while position + 4 <= len(content) and content[position] == 0xFF:
         marker = content[position + 1]
@@ -161,27 +161,27 @@ def _decode_by_pillow(content: bytes) -> np.ndarray:
 def _open_by_pillow(content: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(content))
     _check_size(image.height, image.width)
-    # In PGM and, by an older Pillow, PNG the levels of mode I go to 65,535.
+    # In mode I, levels go to 65,535 for PGM and, with older versions of Pillow, for PNG.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
-        raise ValueError("float, 32-bit or signed levels of no known range: convert it to 8 bits")
+        raise ValueError("float, 32-bit or signed levels of unknown range: convert it to 8 bits")
     return image
 
 
 class SuspectImages:
-    """The images of `listing` that had bytes left over when they were decoded for this rank."""
+    """The images of `listing` that had bytes left over when this rank decoded them."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing, self.allowed = listing, len(listing) // ONE_IN
         self.found: set[int] = set()
 
     def add(self, index: int, left_over: int) -> None:
-        """Note image `index`, with a warning if it is new; UserError if there are too many."""
+        """Record image `index`, and warn if it is new; UserError if there are too many."""
         if index in self.found:
             return
         self.found.add(index)
         name = self.listing.name(index)
         if len(self.found) > self.allowed:
-            note = f" ({self.allowed:,} such files in {len(self.listing):,} are let pass)"
+            note = f" ({self.allowed:,} such files in {len(self.listing):,} are allowed)"
             raise suspect(name, left_over, note if self.allowed else "")
         print(
             f"warning: {name}: {left_over:,} bytes more than its pixels need; it may be damaged",

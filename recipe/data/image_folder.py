@@ -1,4 +1,4 @@
-"""Which images a folder of class folders holds: listed once, cached, and checked at each start."""
+"""List the images in a folder of class folders: once, then from a cache that each start checks."""
 
 import difflib
 import errno
@@ -26,25 +26,25 @@ from tqdm import tqdm
 from recipe.errors import UserError, refuse, system_errors
 from recipe.files import whole_file
 
-# Raise it whenever a listing would come out differently, or is stored differently.
+# Raise this when listings change, or the way they are stored.
 CACHE_VERSION = 2
-# Folder times have steps (4 ms on ext4, 2 s on FAT and old NFS servers). A folder that changed
-# just before it was listed may change again without a new time, so such a cache is not trusted.
+# Modification times are coarse (4 ms on ext4, 2 s on FAT and old NFS servers). A folder that was
+# changed just before it was listed may change again and keep its time; such a cache is not trusted.
 YOUNGEST_TRUSTED_NS = 2_000_000_000
-# Over a network a listing mostly waits for answers, so several questions at once should shorten it.
-# On a local disk threads only get in each other's way: 1.28 million files took 3.2 s, alone 1.6 s.
+# Over a network a listing mostly waits for answers, so several threads should shorten it. On a
+# local disk they only slow each other down: 1.28 million files took 3.2 s, with one thread 1.6 s.
 NUM_LISTING_THREADS = 8
-# What is said of a path that gives an error of the system (`system_errors`).
+# The message for a path on which the system reports an error (`system_errors`).
 UNREADABLE = (
     "cannot be read",
     "Check its permissions, and whether it, or what it links to, is still there.",
 )
-# What reading a damaged file of arrays may raise.
+# Errors that reading a damaged file of arrays may raise.
 DAMAGE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 class SharedArray(np.memmap):
-    """An array that loader workers share: for one of them it is pickled as an open file."""
+    """An array that loader workers share: it is pickled as an open file."""
 
     file: IO[bytes]
 
@@ -60,15 +60,15 @@ def _received(descriptor: Any, dtype: np.dtype) -> np.ndarray:
 class Listing:
     """The images below `root`, ordered by class and then by path, both as bytes.
 
-    Here each is a file of its own; `Shards` (recipe/data/shards.py) has the same images at the same
-    indices, and reads them from elsewhere.
+    Here each image is a separate file; `Shards` (recipe/data/shards.py) has the same images at the
+    same indices, and reads them from tar files.
 
     `paths` (bytes of fixed width, [num_images], relative to `root`) and `labels` (int64,
     [num_images], index into `classes`) are two buffers, not a million Python objects, and loader
     workers share them with the trainer.
 
-    `left_out` says how many files were left out because their suffix is unknown, and which
-    suffixes; "" if none.
+    `left_out` says how many files were left out because of an unknown suffix, and which suffixes;
+    "" if none were.
     """
 
     root: Path
@@ -81,27 +81,27 @@ class Listing:
         return len(self.paths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a loader worker. ImageNet's arrays are 67 MB: they move into memory that all workers
-        share, not in /dev/shm, which containers keep small."""
+        """Pickle the listing for a loader worker. The arrays (67 MB for ImageNet) move into memory
+        that all workers share; not into /dev/shm, which is small in containers."""
         for name, value in vars(self).items():
             if type(value) is np.ndarray:
                 file = os.fdopen(os.memfd_create("listing"), "r+b")
                 value.tofile(file)
                 shared = vars(self)[name] = SharedArray(file, value.dtype)
-                shared.file = file  # open as long as the array lives
+                shared.file = file  # keeps it open as long as the array exists
         return dict(vars(self))
 
     def name(self, index: int) -> str:
-        """What messages call image `index`: here its full path."""
+        """Return the name of image `index` for messages: here its full path."""
         return os.path.join(self.root, os.fsdecode(self.paths[index]))
 
     def read(self, index: int) -> bytes:
-        """The encoded bytes of image `index`. UserError if its file cannot be read."""
+        """Return the encoded bytes of image `index`. UserError if its file cannot be read."""
         path = self.name(index)
 
         def read() -> bytes:
             with open(path, "rb", buffering=0) as file:
-                if (content := file.read()) is None:  # how Python's raw files say EAGAIN
+                if (content := file.read()) is None:  # Python's raw files return None for EAGAIN
                     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
                 return content
 
@@ -109,18 +109,18 @@ class Listing:
 
 
 def list_images(root: Path, cache_dir: Path) -> Listing:
-    """List the images in the class folders of `root`, from a cache in `cache_dir` if it holds.
+    """List the images in the class folders of `root`, from the cache in `cache_dir` if it is valid.
 
-    Classes are the folders in `root`; sub-folders of a class are walked and belong to it (as in
+    Classes are the folders in `root`; images in their sub-folders belong to the class (as in
     torchvision). Links to folders and files are followed. Names that begin with a dot, and those
     that file servers and systems use (PASSED_OVER), are skipped; files without an image suffix
-    (SUFFIXES, in upper or lower case) are left out, and counted. The order depends on the names'
-    bytes alone, so that all hosts agree.
+    (SUFFIXES, in upper or lower case) are left out and counted. The order depends only on the
+    names' bytes, so that all hosts agree.
 
-    The cache holds when the class folders have the same names and each folder that was read has the
-    same modification time: one `stat` a folder. A changed *content* of a file needs no new listing.
-    Of several processes on a host one lists and the others wait and read. A cache folder that
-    cannot be written costs a warning, no more.
+    The cache is valid if the class folders have the same names and each listed folder has the same
+    modification time: one `stat` per folder. A changed *content* of a file needs no new listing.
+    If several processes on a host start, one lists, and the others wait and read the cache. If the
+    cache folder cannot be written, the only effect is a warning.
 
     UserError, with what to do, if `root` is missing, holds no class folders, has an empty class or
     a broken link, or is one of ImageNet's archives half unpacked.
@@ -140,8 +140,8 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
                         np.savez(file, **arrays)
     except OSError as error:
         print(
-            f"warning: {cache.parent}: the listing of {root} cannot be kept there "
-            f"({error.strerror}), so each process lists it again at each start. Choose a folder "
+            f"warning: {cache.parent}: the listing of {root} cannot be cached there "
+            f"({error.strerror}), so each process lists it again at each start. Give a folder "
             "that can be written with --cache-dir DIR.",
             file=sys.stderr,
             flush=True,
@@ -157,8 +157,8 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
 
 
 def check_train_and_val(train: Listing, val: Listing) -> None:
-    """UserError unless both have the same classes, else a label would mean two different things,
-    and more than one, else there is nothing to learn."""
+    """Raise UserError unless both have the same classes (else a label would mean two things), and
+    more than one (else there is nothing to learn)."""
     in_one = sorted(set(train.classes) ^ set(val.classes))
     refuse(
         (train.classes != val.classes,
@@ -166,7 +166,7 @@ def check_train_and_val(train: Listing, val: Listing) -> None:
          f"({len(train.classes):,}). Only in one of them: {first_few(in_one)}. "
          "Both folders must hold class folders of the same names: remove or add what differs."),
         (len(train.classes) < 2,
-         f"{train.root}: holds a single class, {train.classes[0]}, so each prediction would be "
+         f"{train.root}: holds a single class, {train.classes[0]}, so every prediction would be "
          "right. Add a folder for each other class; or are they inside this one?"),
     )  # fmt: skip
 
@@ -175,20 +175,20 @@ def check_train_and_val(train: Listing, val: Listing) -> None:
 def locked(lock_file: Path) -> Iterator[None]:
     """Hold an exclusive lock on `lock_file` (created if missing) against other processes.
 
-    It only avoids double work: on a file system without locks the body runs all the same, so what
-    it writes must be correct without one (temporary file, rename).
+    It only avoids duplicate work: on a file system without locks the body runs anyway, so what it
+    writes must be correct without a lock (temporary file, rename).
     """
     with open(lock_file, "a") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock; so does the process's end, however it comes
+        yield  # closing the file releases the lock, and so does any end of the process
 
 
 # ---- listing ----
 
 
 def _class_names(root: Path) -> list[bytes]:
-    """The names of the class folders in `root`, sorted; UserError if it does not look like one."""
+    """Return the sorted names of the class folders in `root`; UserError for another layout."""
     folders: list[str] = []
     files: list[str] = []
     with system_errors(root, *UNREADABLE):
@@ -198,28 +198,29 @@ def _class_names(root: Path) -> list[bytes]:
             if PASSED_OVER.match(os.fsencode(entry.name)):
                 continue
             if entry.is_symlink():
-                os.stat(entry.path)  # an error if it leads nowhere
+                os.stat(entry.path)  # an error if the link is broken
             (folders if entry.is_dir() else files).append(entry.name)
     refuse_other_layouts(root, folders, files)
     return sorted(map(os.fsencode, folders))
 
 
 def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
-    """The images of these classes, and what shows that they are out of date: each folder that was
-    read, its modification time (ns, taken before it was read), and when the listing began."""
+    """List the images of these classes. Also return what shows later whether the listing is still
+    valid: each folder that was read, its modification time (ns, taken before it was read), and
+    when the listing began."""
     started_ns = time.time_ns()
     paths: list[np.ndarray] = []
     times_ns: dict[bytes, int] = {}
     others: Counter[bytes] = Counter()
     with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool, system_errors(root, *UNREADABLE):
         scans = pool.map(lambda name: _scan_class(os.fsencode(root), name), classes)
-        # Nothing is shown of what takes less than 10 s.
+        # The bar appears only after 10 s.
         bar = tqdm(scans, f"listing {root}", len(classes), delay=10, mininterval=30, unit="class")
         for class_paths, class_times_ns, class_others in bar:
             paths.append(class_paths)
             times_ns |= class_times_ns
             others += class_others
-    kinds = first_few([f"{n:,} {os.fsdecode(one) or 'without'}" for one, n in others.most_common()])
+    kinds = first_few([f"{n:,} {os.fsdecode(end) or 'without'}" for end, n in others.most_common()])
     left_out = kinds and f"left out: {others.total():,} file(s) without a known suffix ({kinds})"
     counts = [len(class_paths) for class_paths in paths]
     empty = [os.fsdecode(classes[label]) for label, count in enumerate(counts) if not count]
@@ -242,8 +243,8 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
 
 
 def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int], Counter[bytes]]:
-    """The sorted images of one class, relative to `root`, the time of each folder read, and the
-    other files' number by suffix."""
+    """Return the images of one class, sorted and relative to `root`; the modification time of each
+    folder; and the number of other files by suffix."""
     images: list[bytes] = []
     others: Counter[bytes] = Counter()
     times_ns: dict[bytes, int] = {}
@@ -263,21 +264,21 @@ def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int],
             elif suffix in SUFFIXES and entry.is_file():
                 images.append(path)
             elif suffix in SUFFIXES:
-                os.stat(entry.path)  # an error if it is a link that leads nowhere
-                raise UserError(f"{os.fsdecode(entry.path)}: is no file to read. Remove it.")
+                os.stat(entry.path)  # an error if it is a broken link
+                raise UserError(f"{os.fsdecode(entry.path)}: is not a regular file. Remove it.")
             else:
                 others[suffix] += 1
     return np.sort(np.array(images, dtype=np.bytes_)), times_ns, others
 
 
 def _refuse_link_upwards(entry: os.DirEntry, folder: bytes) -> None:
-    """UserError if `entry` in `folder` is a link to a folder above: its images would never end."""
+    """Raise UserError if `entry` in `folder` links to a folder above, which would never end."""
     if not entry.is_symlink():
         return
     target = os.fsdecode(os.path.realpath(entry.path))
     if Path(os.fsdecode(os.path.realpath(folder))).is_relative_to(target):
         raise UserError(
-            f"{os.fsdecode(entry.path)}: a link to {target}, a folder above itself, so that its "
+            f"{os.fsdecode(entry.path)}: a link to {target}, a folder above it, so listing its "
             "images would never end. Remove the link."
         )
 
@@ -286,7 +287,7 @@ def _refuse_link_upwards(entry: os.DirEntry, folder: bytes) -> None:
 
 
 def _read_cache(cache: Path, root: Path, classes: list[bytes]) -> dict[str, Any] | None:
-    """What `_scan` found, or None if what is kept of it is not readable, whole and up to date."""
+    """Return what `_scan` stored, or None if that is missing, damaged or out of date."""
     try:
         arrays = read_arrays(cache)
         newest, started_ns = arrays["times_ns"].max(), int(arrays["started_ns"])
@@ -306,17 +307,17 @@ def _read_cache(cache: Path, root: Path, classes: list[bytes]) -> dict[str, Any]
 
 
 def read_arrays(file: Path) -> dict[str, Any]:
-    """The arrays in a file that `np.savez` wrote; one of DAMAGE if it is none, or damaged."""
+    """Return the arrays in a file that `np.savez` wrote; one of DAMAGE for any other file."""
     with np.load(file, allow_pickle=False) as stored:
         return dict(stored)
 
 
-# What Pillow reads and what image sets are made of. Compared in lower case.
+# Formats that Pillow reads and that image sets use. Compared in lower case.
 SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .jp2 .avif".split()
 )
-# What file servers and systems keep among files: thumbnails, what was deleted, Finder's notes.
-# These names, and hidden ones, are passed over.
+# Names that file servers and systems add: thumbnails, deleted files, Finder's notes. They are
+# skipped, and so are hidden names.
 PASSED_OVER = re.compile(
     rb"\.|(@eadir|@tmp|@recycle|@recently-snapshot|#recycle|#snapshot|\$recycle\.bin|lost\+found|"
     rb"system volume information|__macosx|thumbs\.db|desktop\.ini)\Z",
@@ -325,28 +326,28 @@ PASSED_OVER = re.compile(
 # ImageNet's names.
 CLASS_NAME = re.compile(r"n\d{8}")
 VAL_IMAGE = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)
-# What `prepare.py` keeps beside their output until all of it is there.
+# The folder that prepare.py keeps beside its output until that is complete.
 UNFINISHED = ".unfinished"
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
-# What file servers and disks answer for a while, and the pauses before they are asked again.
+# Errors of file servers and disks that may pass, and the pauses before each new try.
 PASSING_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
 PAUSES_S = (0.1, 0.4, 1.6, 6.4)
 SAID: set[int | None] = set()  # the errors that this process has warned of
 
 
 def first_few(names: list[str], count: int = 3) -> str:
-    """The first `count` names, and how many more there are: what an error message has room for."""
+    """Return the first `count` names, and how many more there are, for an error message."""
     more = f" and {len(names) - count:,} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
 
 
 def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> None:
-    """UserError unless the `folders` in `root` can be class folders: it may be one of ImageNet's
-    archives half unpacked, hold train/ and val/, or images only."""
+    """Raise UserError unless the `folders` in `root` can be class folders. `root` may instead be
+    one of ImageNet's archives half unpacked, hold train/ and val/, or hold only images."""
     is_flat = any(VAL_IMAGE.fullmatch(name) for name in files)
     refuse(
         (is_flat,
-         f"{root}: images of ImageNet's validation set are in it without class folders, as its "
+         f"{root}: holds images of ImageNet's validation set without class folders, as its "
          f"archive has them. Sort them with: python -m recipe.data.prepare sort-val "
          f"{shlex.quote(str(root))} --labels LOC_val_solution.csv (Kaggle's file, or "
          "ILSVRC2012_devkit_t12.tar.gz)"),
@@ -355,13 +356,13 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
          f"Name it with --data {root}, or its parts with --train-dir and --val-dir."),
         (not folders and not is_flat,
          f"{root}: holds no class folders. Each class needs a folder with its images: "
-         f"{root / 'CLASS' / 'image.jpg'}. Archives are to be unpacked, ImageNet's own with "
+         f"{root / 'CLASS' / 'image.jpg'}. Unpack archives first, ImageNet's own with "
          "python -m recipe.data.prepare unpack."),
     )  # fmt: skip
 
 
 def missing_folder(root: Path) -> str:
-    """The message for a `root` that is not a folder, with what there is in its place."""
+    """Return the message for a `root` that is not a folder, with the closest that exists."""
     there = next(path for path in (root, *root.parents) if path.exists())
     if not there.is_dir():
         return f"{there}: a file, not a folder. If it is an archive, unpack it first."
@@ -372,17 +373,17 @@ def missing_folder(root: Path) -> str:
         )
     missing = root.relative_to(there).parts[0]
     nearest = difflib.get_close_matches(missing, os.listdir(there), n=3, cutoff=0)
-    found = f"the closest names in it are {', '.join(nearest)}" if nearest else "it is empty"
+    hint = f"the closest names in it are {', '.join(nearest)}" if nearest else "it is empty"
     return (
-        f"{root}: no such folder. {there} has no {missing}; {found}. --data wants a folder that "
-        "holds train/ and val/, which python -m recipe.data.prepare unpack makes of ImageNet's "
-        "archives; --train-dir and --val-dir name them one by one. Is the disk mounted?"
+        f"{root}: no such folder. {there} has no {missing}; {hint}. --data needs a folder that "
+        "holds train/ and val/, which python -m recipe.data.prepare unpack makes from ImageNet's "
+        "archives; --train-dir and --val-dir give them separately. Is the disk mounted?"
     )
 
 
 def read_patiently(path: str, read: Callable[[], bytes]) -> bytes:
-    """What `read` returns, which reads the file at `path`; after an error that may pass it is
-    called again, four times within nine seconds. UserError about any other one, and the last."""
+    """Return what `read` returns, which reads the file at `path`. After an error that may pass, try
+    again, four times within nine seconds. UserError about any other error, and about the last."""
     with system_errors(path, *UNREADABLE):
         for pause_s in PAUSES_S:
             try:
@@ -394,7 +395,7 @@ def read_patiently(path: str, read: Callable[[], bytes]) -> bytes:
                     SAID.add(error.errno)
                     print(
                         f"warning: {path}: cannot be read ({error.strerror}); trying again for "
-                        f"{sum(PAUSES_S):.0f} s, from now on without a word",
+                        f"{sum(PAUSES_S):.0f} s (this warning appears only once)",
                         file=sys.stderr,
                         flush=True,
                     )

@@ -1,7 +1,7 @@
 """From a file's bytes to a uint8 image in the batch: decoding, and augmentation drawn from its key.
 
-Most of the time goes to decoding by libjpeg-turbo (decoding.py), which stops where the crop ends.
-Only the crop is resized, by torch's vectorised integer arithmetic, straight into the batch.
+Most of the time goes into decoding by libjpeg-turbo (decoding.py), which stops where the crop ends.
+Only the crop is resized, by torch's vectorised integer arithmetic, directly into the batch.
 (benchmarks/plans/input-pipeline.toml measures it.)
 """
 
@@ -22,12 +22,12 @@ from torch import Tensor
 from recipe.data.decoding import decode, image_size
 from recipe.settings.config import Config
 
-# ImageNet's mean colour (0.485, 0.456, 0.406) in uint8: after normalisation within 0.01 of zero.
+# ImageNet's mean colour (0.485, 0.456, 0.406) in uint8; normalisation takes it to within 0.01 of 0.
 MEAN_COLOR = (124, 116, 104)
 RATIO = (3 / 4, 4 / 3)  # of a random crop's width to its height, as torchvision's
-CROP_ATTEMPTS = 10  # torchvision's number, then the largest central crop
+CROP_ATTEMPTS = 10  # torchvision's number; after them, the largest central crop is used
 
-# (seed, which pass, index of the image in its data set), all at least 0: see batches.py.
+# (seed, number of the pass, index of the image in its data set), all at least 0: see batches.py.
 Key = tuple[int, int, int]
 
 
@@ -36,8 +36,8 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Draw:
-    """What chance decides about one training image: its crop, in pixels; whether it is flipped; and
-    the seed of what comes after."""
+    """The random choices for one training image: its crop, in pixels; whether it is flipped; and
+    the seed of the later augmentations."""
 
     top: int
     left: int
@@ -51,18 +51,18 @@ class TrainTransform:
     """The training transform: a random crop of --random-crop-scale times the area, 3:4 to 4:3 wide,
     resized; a horizontal flip; torchvision's --auto-augment or timm's; random erasing.
 
-    The order is that of torchvision's reference training. It erases with 0 after normalisation;
-    here the image is not normalised until it is on the device, so the rectangle is filled with the
-    mean colour, which becomes 0 there but for rounding.
+    The order is that of torchvision's reference training, which erases with 0 after normalisation.
+    Here the image is normalised later, on the device, so the rectangle is filled with the mean
+    colour, which normalisation turns into 0 except for rounding.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.after_crop = tuple(_steps_after_crop(config))  # what torchvision does after the flip
+        self.after_crop = tuple(_steps_after_crop(config))  # torchvision's steps after the flip
 
     def size_in(self, number: int) -> int:
-        """Side of the images in this pass, pixels; while it grows, the nearest multiple of 32 (as
-        in FFCV's ImageNet training)."""
+        """Return the side length of images in this pass, pixels. While it grows, it is rounded to
+        multiples of 32 (as in FFCV's ImageNet training)."""
         epoch = number // self.config.augment_repeats
         first, last = self.config.first_crop_size, self.config.train_crop_size
         begin, end = self.config.resize_epochs or (0, 0)
@@ -74,9 +74,10 @@ class TrainTransform:
         return min(max(first, 32 * round(between / 32)), last)
 
     def _looks_for_damage(self, number: int) -> bool:
-        """Whether all of each file is decoded in this pass: each time that bad images are to be
-        replaced, and else when the file first comes. With repeats that may be in any epoch, each of
-        which has some of the files only: there it is so in one pass of each epoch."""
+        """Return whether files are decoded completely in this pass, to find damage: always if bad
+        images are to be replaced, else only when a file is used for the first time. With repeats an
+        epoch has only some of the files, so the first time may be in any epoch: there the answer is
+        yes in one pass of each epoch."""
         repeats = self.config.augment_repeats
         is_first = number == 0 or (repeats > 1 and number % repeats == 0)
         return is_first or self.config.bad_images == "replace"
@@ -84,8 +85,8 @@ class TrainTransform:
     def draw(self, height: int, width: int, key: Key) -> Draw:
         """Draw the augmentation of an image of this size, in pixels, from its key alone.
 
-        Thus a resumed run, another number of ranks or loader workers, and the other engine see the
-        same pixels. The crop is torchvision's RandomResizedCrop.
+        So a resumed run, another number of ranks or loader workers, and the other engine see the
+        same pixels. The crop is drawn like torchvision's RandomResizedCrop.
         """
         uniform = uniform_numbers(key)
         flip, across, down = next(uniform), next(uniform), next(uniform)
@@ -112,9 +113,8 @@ class TrainTransform:
         )
 
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
-        """Decode an image file's `content` and write what becomes of it into `out` (uint8 [3, size,
-        size], in channels-last order). Returns how many bytes were left over; UserError for what
-        else is wrong, as in `decode`."""
+        """Decode an image file's `content`, augment it, and write it to `out` (uint8 [3, size,
+        size], channels-last). Return how many bytes were left over; UserError as in `decode`."""
         height, width = image_size(content, name)
         drawn = self.draw(height, width, key)
         rows = height if self._looks_for_damage(key[1]) else drawn.top + drawn.height
@@ -135,7 +135,7 @@ class TrainTransform:
 def _steps_after_crop(config: Config) -> Iterator[Callable]:
     if config.auto_augment is None and not config.random_erase:
         return
-    from torchvision.transforms import InterpolationMode, v2  # two seconds of each loader's server
+    from torchvision.transforms import InterpolationMode, v2  # takes the loader's server 2 seconds
 
     if name := config.auto_augment:
         kinds = {
@@ -146,7 +146,7 @@ def _steps_after_crop(config: Config) -> Iterator[Callable]:
         }
         mode = InterpolationMode(config.interpolation)
         if name == "augmix" and mode == InterpolationMode.BICUBIC:
-            mode = InterpolationMode.BILINEAR  # it turns tensors, which have no bicubic
+            mode = InterpolationMode.BILINEAR  # AugMix turns tensors; bicubic is for PIL images
         kind = kinds.get(name)
         augment = kind(interpolation=mode) if kind is not None else TimmRandAugment(name, config)
         yield from (v2.ToPILImage(), augment, v2.PILToTensor())
@@ -155,9 +155,9 @@ def _steps_after_crop(config: Config) -> Iterator[Callable]:
 
 
 class TimmRandAugment:
-    """timm's RandAugment, as `notation` (rand-m7-mstd0.5-inc1) says. It draws from the global
-    generators of Python and NumPy: these get a seed from torch's, and are put back to where they
-    were."""
+    """timm's RandAugment, by its `notation` (rand-m7-mstd0.5-inc1). It draws from the global
+    generators of Python and NumPy: each call seeds them from torch's generator, and restores their
+    state afterwards."""
 
     def __init__(self, notation: str, config: Config) -> None:
         from timm.data.auto_augment import rand_augment_transform
@@ -171,7 +171,7 @@ class TimmRandAugment:
         self.augment = rand_augment_transform(notation, settings)
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """Another image of the same size."""
+        """Return the augmented image; its size stays the same."""
         seed = int(torch.randint(2**32, ()))
         pythons, numpys = random.getstate(), np.random.get_state()
         random.seed(seed)
@@ -184,8 +184,8 @@ class TimmRandAugment:
 
 
 def uniform_numbers(key: Key) -> Iterator[float]:
-    """Numbers in [0, 1) that the key alone decides, from its digests: ten times as fast as to seed
-    one of numpy's generators, and the same for ever."""
+    """Yield numbers in [0, 1) that depend only on the key, by hashing it. This is ten times as fast
+    as seeding one of numpy's generators, and no version of a library changes them."""
     for block in itertools.count():
         digest = hashlib.blake2b(struct.pack("<4Q", *key, block)).digest()
         for word in struct.unpack("<8Q", digest):
@@ -194,11 +194,11 @@ def uniform_numbers(key: Key) -> Iterator[float]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator, from which torchvision's transforms draw, and put it back to
-    where it was."""
+    """Seed torch's CPU generator, from which torchvision's transforms draw, and restore its state
+    afterwards."""
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed: it reaches for the GPU's generators too, and a seeded one would
-        # repeat its dropout masks with every image.
+        # torch.manual_seed would seed the GPUs' generators too, and dropout masks would then repeat
+        # with every image.
         torch.default_generator.manual_seed(seed)
         yield
 
@@ -214,11 +214,11 @@ class ValTransform:
         self.config = config
 
     def size_in(self, number: int) -> int:
-        """Side of the images, pixels."""
+        """Return the side length of the images, pixels."""
         return self.config.val_crop_size
 
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
-        """As that of TrainTransform, whatever the key."""
+        """As for TrainTransform, but the key has no effect."""
         image, left_over = decode(content, name)
         size, crop = self.config.val_resize_size, self.config.val_crop_size
         height, width = (size * side // min(image.shape[:2]) for side in image.shape[:2])
@@ -233,20 +233,20 @@ class ValTransform:
 
 
 def empty_batch(count: int, height: int, width: int) -> Tensor:
-    """Memory for a batch: uint8 [count, 3, height, width], the channels of a pixel side by side, as
-    decoders write them."""
+    """Return memory for a batch: uint8 [count, 3, height, width], with the channels of a pixel next
+    to each other (channels-last), as decoders write them."""
     return torch.empty(
         (count, 3, height, width), dtype=torch.uint8, memory_format=torch.channels_last
     )
 
 
 def resize(image: np.ndarray, out: Tensor, interpolation: str) -> None:
-    """Resize `image` (uint8 [H, W, 3]) into `out` (uint8 [3, height, width]), antialiased as Pillow
-    does it, in integer arithmetic; levels differ from Pillow's by 1 at most."""
+    """Resize `image` (uint8 [H, W, 3]) into `out` (uint8 [3, height, width]), antialiased as in
+    Pillow, in integer arithmetic. Levels differ from Pillow's by at most 1."""
     pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
     size = list(out.shape[1:])
-    # torch.nn.functional.interpolate has no `out`: a new result costs page faults, half as much
-    # time again.
+    # torch.nn.functional.interpolate has no `out`; allocating a new result costs page faults, and
+    # takes 1.5 times as long.
     if interpolation == "nearest":
         torch.ops.aten._upsample_nearest_exact2d.out(pixels, size, None, None, out=out[None])
     else:

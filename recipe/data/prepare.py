@@ -1,12 +1,12 @@
-"""The commands that prepare data for training, and check it.
+"""Prepare data for training, and check it.
 
     python -m recipe.data.prepare unpack ARCHIVES IMAGENET
     python -m recipe.data.prepare sort-val VAL_DIR --labels LOC_val_solution.csv
     python -m recipe.data.prepare shards IMAGENET SHARDS
     python -m recipe.data.prepare check IMAGENET
 
-The same command goes on with an interrupted run. `python -m recipe.data.prepare COMMAND --help`
-says more. docs/data.md has all of it in order.
+After an interruption run the same command again. For details see
+`python -m recipe.data.prepare COMMAND --help`, and docs/data.md for all steps in order.
 """
 
 import csv
@@ -59,8 +59,8 @@ Result = TypeVar("Result")
 def in_threads(
     work: Callable[[int], Result], indices: range, num_threads: int, ahead: int
 ) -> Iterator[Result]:
-    """What `work` gives for each of `indices`, in this order; `ahead` of them are under way at
-    most, so that memory holds them, and an interruption need not wait for millions."""
+    """Yield `work(index)` for each of `indices`, in this order. At most `ahead` results are
+    computed in advance, which bounds memory, and the wait after an interruption."""
     with ThreadPoolExecutor(num_threads) as pool:
         for start in range(0, len(indices), ahead):
             yield from pool.map(work, indices[start : start + ahead])
@@ -68,25 +68,26 @@ def in_threads(
 
 # -- ImageNet's own archives -----------------------------------------------------------------------
 
-# In this order: the first says what the images of the second show.
+# In this order: the devkit has the labels of the val images.
 ARCHIVES = ("devkit", "val", "train")
 
 
 def unpack(archives: Positional[Path], out: Positional[Path]) -> list[str]:
     """Unpack ImageNet's own archives into class folders, with torchvision's functions.
 
-    The MD5 of each is compared with the published one; 161 GB are needed beside them. OUT/val and
-    OUT/train appear when they are complete: after an interruption the same command keeps the one
-    that is, and unpacks the other from its start. Then `--data OUT` trains on them.
+    The MD5 of each archive is compared with the published one. Unpacking needs 161 GB of disk in
+    addition to the archives. OUT/val and OUT/train appear when they are complete. After an
+    interruption run the same command again: it keeps a complete one, and unpacks the other from the
+    start. Then `--data OUT` trains on them.
 
-    UserError if an archive is missing, or not the one published; if `out` cannot be written.
+    UserError if an archive is missing or not the published one, or if OUT cannot be written.
 
     Args:
-        archives: Holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-            ILSVRC2012_devkit_t12.tar.gz, as image-net.org gives them out.
-        out: Where train/ and val/ are written.
+        archives: Folder with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+            ILSVRC2012_devkit_t12.tar.gz, as downloaded from image-net.org.
+        out: Folder in which train/ and val/ are written.
     """
-    from torchvision.datasets.imagenet import ARCHIVE_META  # loads torch, for which `check` is fast
+    from torchvision.datasets.imagenet import ARCHIVE_META  # here: it loads torch, which is slow
 
     files = {part: (archives / ARCHIVE_META[part][0]).absolute() for part in ARCHIVES}
     refuse((
@@ -105,14 +106,14 @@ def unpack(archives: Positional[Path], out: Positional[Path]) -> list[str]:
                     print(f"checking and unpacking {file}", file=sys.stderr, flush=True)
                     _unpack(part, file, unfinished)
                     if part != "devkit":
-                        os.sync()  # the name must not reach the disk before the images
+                        os.sync()  # the images must be on the disk before the final name
                         (unfinished / part).rename(out / part)
             shutil.rmtree(unfinished)
     return [f"{out / part}: complete" for part in ("val", "train")]
 
 
 def _unpack(part: str, archive: Path, folder: Path) -> None:
-    """Unpack one of ImageNet's archives into `folder`; UserError unless it is the published one."""
+    """Unpack one of ImageNet's archives to `folder`; UserError if it is not the published one."""
     from torchvision.datasets import imagenet
 
     try:
@@ -120,7 +121,7 @@ def _unpack(part: str, archive: Path, folder: Path) -> None:
     except RuntimeError as error:
         raise UserError(
             f"{archive}: is not there, or its MD5 is not {imagenet.ARCHIVE_META[part][1]}, the "
-            "published one: it is damaged, or another file. Download it again."
+            "published one: the file is damaged, or the wrong one. Download it again."
         ) from error
 
 
@@ -128,7 +129,7 @@ def _unpack(part: str, archive: Path, folder: Path) -> None:
 
 
 def read_labels(file: Path) -> dict[str, str]:
-    """The class (n01440764) of each image (its name without suffix), from Kaggle's table or
+    """Return the class (n01440764) of each image (its name without suffix), from Kaggle's table or
     ImageNet's development kit. UserError if `file` is neither."""
     if file.suffix in (".gz", ".tgz"):
         from torchvision.datasets.imagenet import load_meta_file
@@ -144,7 +145,7 @@ def read_labels(file: Path) -> dict[str, str]:
         labels = {image: boxes.split()[0] for image, boxes in rows}
         for image, name in labels.items() or {("", "")}:
             if not VAL_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
-                raise ValueError(f"{image!r} with class {name!r} is none of ImageNet's images")
+                raise ValueError(f"{image!r} with class {name!r} is not an image of ImageNet")
         return labels
     except (OSError, ValueError, csv.Error, KeyError, AttributeError, IndexError) as error:
         raise UserError(
@@ -156,12 +157,12 @@ def read_labels(file: Path) -> dict[str, str]:
 def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
     """Sort ImageNet's flat validation folder into class folders.
 
-    ImageNet's archive of validation images (and Kaggle's) has all 50,000 in one folder; which class
-    each shows is in a second file. Everything is checked before the first image is moved, and
-    nothing is copied or deleted. UserError, with what to do, for what does not fit.
+    ImageNet's archive of validation images (and Kaggle's) has all 50,000 in one folder; a second
+    file gives the class of each. Everything is checked before the first image is moved, and nothing
+    is copied or deleted. UserError, with what to do, if images and labels do not match.
 
     Args:
-        val_dir: The folder with ILSVRC2012_val_*.JPEG.
+        val_dir: Folder with ILSVRC2012_val_*.JPEG.
         labels: LOC_val_solution.csv from Kaggle, or ILSVRC2012_devkit_t12.tar.gz.
     """
     class_of = read_labels(labels)
@@ -172,15 +173,15 @@ def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
     misplaced = {image for image, name in in_place.items() if class_of.get(image) != name}
     mistakes = (
         (flat.keys() - class_of.keys(), "without a label: {}. Is it the right label file?"),
-        (in_place.keys() & flat.keys(), "both in it and in a class folder: {}. Delete one."),
-        (misplaced, "in another class folder than the labels say: {}. Move them back into it."),
-        (class_of.keys() - flat.keys() - in_place.keys(), "not in it: {}. Unpack again."),
+        (in_place.keys() & flat.keys(), "both here and in a class folder: {}. Delete one of each."),
+        (misplaced, "in the wrong class folder, by the labels: {}. Move them back into {dir}."),
+        (class_of.keys() - flat.keys() - in_place.keys(), "missing: {}. Unpack the archive again."),
     )
     for wrong, message in mistakes:
         names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
-        refuse((wrong, f"{val_dir}: images {message.format(names)}"))
+        refuse((wrong, f"{val_dir}: images {message.format(names, dir=val_dir)}"))
     with system_errors(val_dir, *UNWRITABLE):
-        for image, path in sorted(flat.items()):  # a rename each: none is half moved
+        for image, path in sorted(flat.items()):  # by renaming: no image is ever half moved
             (val_dir / class_of[image]).mkdir(exist_ok=True)
             os.rename(path, val_dir / class_of[image] / path.name)
     return [f"{val_dir}: moved {len(flat):,} images, {len(in_place):,} were in place"]
@@ -188,8 +189,8 @@ def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
 
 # -- Shards ----------------------------------------------------------------------------------------
 
-IMAGES_PER_SHARD = 10_000  # about 1 GB of ImageNet's, 129 shards
-# What the index says beside names and labels: of each shard, and of each image in it.
+IMAGES_PER_SHARD = 10_000  # ImageNet: 129 shards of about 1 GB
+# What the index holds beside names and labels: one array for shards, and three for images.
 MEASURED = {"shard_bytes": "int64", "offsets": "int64", "sizes": "int64", "checksums": "uint32"}
 NUM_READING_THREADS, IMAGES_AHEAD = 8, 64
 ONE_SUFFIX = dict.fromkeys((".jpeg", ".jpe", ".jfif"), ".jpg")
@@ -201,21 +202,21 @@ def make_shards(
     cache_dir: str = DataFlags.cache_dir,
     images_per_shard: int = IMAGES_PER_SHARD,
 ) -> list[str]:
-    """Write a folder of images as a few large tar files, and an index to read them at random.
+    """Write a folder of images as a few large tar files, with an index for random access.
 
-    FOLDER holds train/ and val/ in ImageNet's layout, as for --data; afterwards `--data SHARDS` is
-    the same training, image by image. The images are copied unchanged. A shard is written whole or
-    not at all, and the same folder gives the same bytes. The `webdataset` library reads the tar
-    files, too: 000000123.jpg and 000000123.cls, the label.
+    FOLDER holds train/ and val/ in ImageNet's layout, as for --data. Training with `--data SHARDS`
+    is then the same, image by image. The images are copied unchanged. A shard is written completely
+    or not at all, and the same folder gives the same bytes. The `webdataset` library can read the
+    tar files, too: 000000123.jpg is an image, 000000123.cls its label.
 
-    UserError if FOLDER is none to train on, or an image in it no image; if SHARDS holds those of
-    other images, or cannot be written.
+    UserError if FOLDER cannot be trained on or has a file that is no image; if SHARDS holds shards
+    of other images, or cannot be written.
 
     Args:
-        folder: Holds train/ and val/.
-        shards: Where they are written; what is there already is kept.
-        cache_dir: For the folder's listing.
-        images_per_shard: In each but the last of a part.
+        folder: Folder with train/ and val/.
+        shards: Folder for the shards; those that are there already are kept.
+        cache_dir: Folder in which the listing of the images is cached.
+        images_per_shard: Images in each shard but the last one of train and of val.
     """
     refuse((images_per_shard < 1, f"--images-per-shard {images_per_shard}: must be at least 1"))
     cache = Path(home_path("--cache-dir", cache_dir))
@@ -237,9 +238,9 @@ def make_shards(
 
 
 def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
-    """Write the shards of one listing into `folder`, and last the index, which says that all are
-    there. Until then the unfinished part says which images they are of, and has a note on each
-    shard that is written."""
+    """Write the shards of one listing into `folder`, and then the index, which marks them complete.
+    Until then the folder UNFINISHED holds a preliminary index, which identifies the images, and a
+    note on each shard that is written."""
     starts = range(0, len(listing), images_per_shard)
     names = [f"{folder.name}-{number:06d}.tar" for number in range(len(starts))]
     index: dict[str, Any] = {
@@ -253,14 +254,14 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
     work = folder / UNFINISHED
     try:
         begun = read_arrays((folder if (folder / INDEX).is_file() else work) / INDEX)
-    except DAMAGE:  # or none yet
+    except DAMAGE:  # or there is none yet
         work.mkdir(parents=True, exist_ok=True)
         with whole_file(work / INDEX) as file:
             np.savez(file, **index)
         begun = index
     refuse((
         not all(np.array_equal(begun[name], value) for name, value in index.items()),
-        f"{folder}: holds shards of other images than the folder has now, or with another "
+        f"{folder}: holds shards of other images than the image folder has now, or with another "
         "--images-per-shard. Choose another folder for the shards, or remove this one.",
     ))  # fmt: skip
     if not (folder / INDEX).is_file():
@@ -270,10 +271,10 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
             note = work / f"{name}.npz"
             if not note.is_file() or not (folder / name).is_file():
                 indices = range(start, min(start + images_per_shard, len(listing)))
-                found = _write_shard(listing, indices, work / name)
+                measured = _write_shard(listing, indices, work / name)
                 os.replace(work / name, folder / name)
                 with whole_file(note, sync=True) as file:
-                    np.savez(file, **found)
+                    np.savez(file, **measured)
             notes.append(read_arrays(note))
         index |= {
             name: np.concatenate([note[name] for note in notes]).astype(dtype)
@@ -286,24 +287,24 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
 
 
 def _write_shard(listing: Listing, indices: range, shard: Path) -> dict[str, Any]:
-    """Write one shard; returns what the index needs to know of it (MEASURED)."""
-    found: dict[str, list[int]] = {name: [] for name in MEASURED}
-    # A few at once: the answers of network file systems overlap.
+    """Write one shard; return what the index holds about it (MEASURED)."""
+    measured: dict[str, list[int]] = {name: [] for name in MEASURED}
+    # Several reads at once, so that the waits for a network file system overlap.
     read = in_threads(listing.read, indices, NUM_READING_THREADS, IMAGES_AHEAD)
     with whole_file(shard, sync=True) as file:
-        # Without times, owners and rights of the files: the same images give the same bytes.
+        # Without the files' times, owners and permissions: the same images give the same bytes.
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for index, data in zip(indices, read, strict=True):
-                image_size(data, listing.name(index))  # UserError unless its head is an image's
+                image_size(data, listing.name(index))  # UserError if the header is not an image's
                 suffix = os.path.splitext(listing.name(index))[1].lower()
                 _add(tar, f"{index:09d}{ONE_SUFFIX.get(suffix, suffix)}", data)
                 blocks = -(-len(data) // tarfile.BLOCKSIZE)
-                found["offsets"].append(file.tell() - blocks * tarfile.BLOCKSIZE)
-                found["sizes"].append(len(data))
-                found["checksums"].append(zlib.crc32(data))
+                measured["offsets"].append(file.tell() - blocks * tarfile.BLOCKSIZE)
+                measured["sizes"].append(len(data))
+                measured["checksums"].append(zlib.crc32(data))
                 _add(tar, f"{index:09d}.cls", b"%d" % listing.labels[index])
-        found["shard_bytes"].append(file.tell())
-    return found
+        measured["shard_bytes"].append(file.tell())
+    return measured
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -314,13 +315,13 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 # -- Checking --------------------------------------------------------------------------------------
 
-# Decoders work beside each other in threads; one in two may wait for the file system.
+# Decoders run in parallel in threads. Two per core, so that one may wait for the file system.
 THREADS_PER_CORE = 2
-CHECKED_AHEAD = 500  # of each thread
+CHECKED_AHEAD = 500  # images per thread
 
 
 def fault_of(listing: Listing, index: int) -> tuple[str, str, str] | None:
-    """What is wrong with an image: "bad" or "suspect", its name, and why; None if nothing is."""
+    """Check an image: return "bad" or "suspect", its name, and the reason; None if it is good."""
     name = listing.name(index)
     try:
         _, left_over = decode(listing.read(index), name)
@@ -330,11 +331,11 @@ def fault_of(listing: Listing, index: int) -> tuple[str, str, str] | None:
 
 
 def faults_of(listing: Listing) -> list[tuple[str, str, str]]:
-    """The images of `listing` with which something is wrong, in order; each is told when found."""
+    """Return the faults of the images of `listing`, in order, and print each as it is found."""
     faults, threads = [], THREADS_PER_CORE * len(os.sched_getaffinity(0))
     fault_at, indices = partial(fault_of, listing), range(len(listing))
-    found = in_threads(fault_at, indices, threads, threads * CHECKED_AHEAD)
-    bar = tqdm(found, str(listing.root), len(listing), unit="image", disable=None)
+    checked = in_threads(fault_at, indices, threads, threads * CHECKED_AHEAD)
+    bar = tqdm(checked, str(listing.root), len(listing), unit="image", disable=None)
     for fault in filter(None, bar):
         faults.append(fault)
         bar.write(f"{fault[0]}: {fault[2]}", file=sys.stderr)
@@ -344,16 +345,17 @@ def faults_of(listing: Listing) -> list[tuple[str, str, str]]:
 def check_images(
     folder: Positional[Path], json: Path | None = None, cache_dir: str = DataFlags.cache_dir
 ) -> list[str]:
-    """Read and decode every image of a data set, as training does, and list those that are bad.
+    """Read and decode every image of a data set, as training does, and list the bad ones.
 
-    Files are decoded whole, shards checked against their checksums too. The exit code is 0 if
-    training can use all of it, and 1 if an image is bad, or more of them than training lets pass
-    have bytes left over. It begins at once, since it needs no torch, and uses all cores.
+    Images are decoded completely; those in shards are also compared with their checksums. The exit
+    code is 0 if training can use all images. It is 1 if an image is bad, or if more images than
+    training allows have bytes left over. The command starts at once, since it needs no torch, and
+    uses all cores.
 
     Args:
-        folder: Class folders or shards, or a folder with train/ and val/ of either.
-        json: A file for all that is wrong; -: standard output.
-        cache_dir: For the folder's listing.
+        folder: Class folders, shards, or a folder with train/ and val/ of either kind.
+        json: File to which all faults are written; -: standard output.
+        cache_dir: Folder in which the listing of the images is cached.
     """
     inner = {
         path.name
@@ -364,31 +366,33 @@ def check_images(
     cache = Path(home_path("--cache-dir", cache_dir))
     listings = [open_images(folder / part, cache) for part in parts or [""]]
     faults = [faults_of(listing) for listing in listings]
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "images": sum(map(len, listings)),
-        "left_out": [f"{one.root}: {one.left_out}" for one in listings if one.left_out],
+        "left_out": [
+            f"{listing.root}: {listing.left_out}" for listing in listings if listing.left_out
+        ],
         "bad": [],
         "suspect": [],
     }
     for kind, name, reason in itertools.chain(*faults):
-        told[kind].append({"image": name, "reason": reason})
+        report[kind].append({"image": name, "reason": reason})
     is_printed = json == Path("-")
     if is_printed:
-        print(dumps(told, indent=2))
+        print(dumps(report, indent=2))
     elif json is not None:
         with system_errors(json, *UNWRITABLE):
-            write_json(json, told)
+            write_json(json, report)
     summary = (
-        f"{folder}: {told['images']:,} images, {len(told['bad']):,} bad, "
-        f"{len(told['suspect']):,} that may be damaged"
-        + "".join(f"; {line}" for line in told["left_out"])
+        f"{folder}: {report['images']:,} images, {len(report['bad']):,} bad, "
+        f"{len(report['suspect']):,} that may be damaged"
+        + "".join(f"; {line}" for line in report["left_out"])
     )
-    if told["bad"] or any(
-        len(found) > len(listing) // ONE_IN for listing, found in zip(listings, faults, strict=True)
+    if report["bad"] or any(
+        len(wrong) > len(listing) // ONE_IN for listing, wrong in zip(listings, faults, strict=True)
     ):
         raise UserError(
-            f"{summary}. Bring good copies back, or remove them; --bad-images replace trains "
-            "without."
+            f"{summary}. Replace them by good copies, or remove them; --bad-images replace trains "
+            "without them."
         )
     return [] if is_printed else [summary]
 
@@ -402,7 +406,7 @@ main = partial(
     COMMANDS,
     __doc__,
     exit_code=1,
-    interrupted="interrupted: start the same command again",
+    interrupted="interrupted: run the same command again",
 )
 
 

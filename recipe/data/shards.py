@@ -1,11 +1,12 @@
-"""Images in a few large tar files, read at random: fast on network file systems.
+"""Images in a few large tar files with random access: fast on network file systems.
 
-    SHARDS/train/train-000000.tar ...   image and label of each sample, as `webdataset` has them
-    SHARDS/train/index.npz              where each image is, and its name in the folder
+    SHARDS/train/train-000000.tar ...   image and label of each sample, in `webdataset`'s format
+    SHARDS/train/index.npz              where each image is, and its name in the image folder
     SHARDS/val/...                      the same
 
-`python -m recipe.data.prepare shards` writes them from a folder of class folders. Since the index
-keeps the folder's names and order, image i is the same image, and training on it the same training.
+`python -m recipe.data.prepare shards` makes them from a folder of class folders. The index keeps
+the folder's names and order, so image i is the same image, and training on shards is the same
+training.
 """
 
 import functools
@@ -30,7 +31,7 @@ from recipe.data.image_folder import (
 from recipe.errors import UserError, refuse, system_errors
 
 INDEX = "index.npz"
-# Raise it whenever an index would be written or read differently.
+# Raise this when an index would be written or read differently.
 INDEX_VERSION = 1
 
 
@@ -38,9 +39,9 @@ INDEX_VERSION = 1
 class Shards(Listing):
     """A listing whose images are in tar files in `root`, `images_per_shard` in each but the last.
 
-    `offsets` and `sizes` (int64 [num_images], bytes) are of the encoded image in its shard;
-    `checksums` (uint32 [num_images]) its CRC-32. Reading opens a shard once a process, and then
-    costs one `pread` an image.
+    `offsets` and `sizes` (int64 [num_images], bytes) locate the encoded image in its shard;
+    `checksums` (uint32 [num_images]) are its CRC-32. A process opens each shard once, and then
+    reads each image with one `pread`.
     """
 
     shards: tuple[str, ...]
@@ -51,64 +52,64 @@ class Shards(Listing):
     checksums: np.ndarray
 
     def shard(self, index: int) -> str:
-        """The name of the shard that has image `index`."""
+        """Return the name of the shard that holds image `index`."""
         return self.shards[index // self.images_per_shard]
 
     def name(self, index: int) -> str:
-        """The shard's path, and the image's in the folder that the shards were made from."""
+        """Return the shard's path, and the image's path in the folder that the shards come from."""
         return f"{self.root / self.shard(index)}: {os.fsdecode(self.paths[index])}"
 
     def read(self, index: int) -> bytes:
-        """The encoded bytes of image `index`; any number of threads may read at once.
+        """Return the encoded bytes of image `index`; many threads may read at the same time.
 
-        UserError if the shard is gone, too short, or holds something else by now.
+        UserError if the shard is gone, is too short, or now holds other bytes.
         """
         size = int(self.sizes[index])
         path = os.path.join(self.root, self.shard(index))
 
         def read() -> bytes:
-            shard = _opened(path)  # by this reference it stays open, whatever other threads read
+            shard = _opened(path)  # this reference keeps it open if others push it from the cache
             try:
                 return os.pread(shard.fileno(), size, int(self.offsets[index]))
             except OSError:
-                _opened.cache_clear()  # a stale handle stays so
+                _opened.cache_clear()  # a stale handle never recovers
                 raise
 
         data = read_patiently(path, read)
-        # 21 microseconds for a photograph of 108 KB, about a hundredth of its decoding.
+        # Takes 21 microseconds for a photograph of 108 KB, about 1 % of the time to decode it.
         if zlib.crc32(data) != self.checksums[index]:
-            found = "ends too early" if len(data) < size else "holds other bytes"
+            fault = "ends too early" if len(data) < size else "holds other bytes"
             raise UserError(
-                f"{self.name(index)}: the shard {found}. It is damaged, or not the one that "
+                f"{self.name(index)}: the shard {fault}. It is damaged, or not the one that "
                 f"{INDEX} was written with: copy both again, or make them again with python -m "
                 "recipe.data.prepare shards."
             )
         return data
 
 
-# Below the usual limit of 1,024 open files a process. ImageNet has 129 + 5 shards.
+# Below the usual limit of 1,024 open files per process. ImageNet has 129 + 5 shards.
 @functools.lru_cache(maxsize=256)
 def _opened(shard: str) -> io.FileIO:
-    """A shard, opened once a process; closed with its last reference, when the last thread has read
-    from it."""
+    """Open a shard, once per process. It is closed with its last reference, when no thread reads
+    from it any more."""
     return open(shard, "rb", buffering=0)
 
 
 def open_images(folder: Path, cache: Path) -> Listing:
-    """The images in `folder`: class folders, or shards made from them; UserError if neither, or if
-    the shards are not finished."""
+    """List the images in `folder`, which holds class folders, or shards made from them. UserError
+    if it holds neither, or unfinished shards."""
     if (folder / INDEX).is_file():
         return open_shards(folder)
     refuse((
         (folder / UNFINISHED).is_dir(),
-        f"{folder}: holds shards that are not all written yet. Run the same "
+        f"{folder}: holds unfinished shards. Run the same "
         "python -m recipe.data.prepare shards command again: it resumes where it stopped.",
     ))  # fmt: skip
     return list_images(folder, cache)
 
 
 def _check_index(shards: Shards) -> None:
-    """ValueError if the index contradicts itself: another image or none would be read."""
+    """Raise ValueError if the index contradicts itself, so that wrong images would be read."""
     count = len(shards.paths)
     each = {name: getattr(shards, name) for name in ("labels", "offsets", "sizes", "checksums")}
     wrong = [name for name, values in each.items() if values.shape != (count,)]
@@ -119,21 +120,21 @@ def _check_index(shards: Shards) -> None:
     if shards.shard_bytes.shape != (len(shards.shards),):
         wrong.append("shard_bytes")
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} contradict its {count:,} images")
+        raise ValueError(f"{', '.join(wrong)} contradict its number of images, {count:,}")
 
 
 def open_shards(folder: Path) -> Shards:
-    """The listing of the shards in `folder`: reads the index, and looks at the size of each shard.
+    """Return the listing of the shards in `folder`, from its index; check the size of each shard.
 
-    UserError if the index is damaged or of another version, or if shards are missing or not as long
-    as it says.
+    UserError if the index is damaged or has another version, or if shards are missing or do not
+    have the size that it gives.
     """
     folder = Path(os.path.abspath(folder))
     same = ("paths", "labels", "shard_bytes", "offsets", "sizes", "checksums")
     try:
         arrays = read_arrays(folder / INDEX)
         if arrays["version"] != INDEX_VERSION:
-            raise ValueError(f"version {arrays['version']}, and {INDEX_VERSION} is read here")
+            raise ValueError(f"it has version {arrays['version']}, not {INDEX_VERSION}")
         shards = Shards(
             root=folder,
             classes=tuple(map(os.fsdecode, arrays["classes"].tolist())),
@@ -148,11 +149,11 @@ def open_shards(folder: Path) -> Shards:
             "make the shards again with python -m recipe.data.prepare shards."
         ) from error
     with system_errors(folder, *UNREADABLE):
-        found = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+        sizes_here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
     sizes = zip(shards.shards, shards.shard_bytes.tolist(), strict=True)
     refuse((
-        others := [name for name, size in sizes if found.get(name) != size],
-        f"{folder}: {len(others):,} of its {len(shards.shards):,} shards are missing, or not "
-        f"as long as {INDEX} says: {first_few(others)}. Copy them again.",
+        wrong := [name for name, size in sizes if sizes_here.get(name) != size],
+        f"{folder}: {len(wrong):,} of its {len(shards.shards):,} shards are missing, or do not "
+        f"have the size that {INDEX} gives: {first_few(wrong)}. Copy them again.",
     ))  # fmt: skip
     return shards
