@@ -339,7 +339,7 @@ TRY = f"{SMALL} --max-steps 1 --no-cuda"
         ("pipeline", 2, "", "--batches-per-allreduce 1: is the number of micro-batches"),
         ("parameter_server", 1, "", "1 rank: the last one only serves; start at least 2"),
         ("ddp_with_rpc", 2, "--arch mobilenet_v2", "which it lacks; choose a resnet"),
-        ("rpc_pipeline", 2, "--arch mobilenet_v2", "this script knows how to cut a resnet"),
+        ("rpc_pipeline", 2, "--arch mobilenet_v2", "this script can split only a ResNet"),
     ],
 )
 def test_what_cannot_be_done_is_refused_or_told(

@@ -160,7 +160,7 @@ def test_the_pieces_of_a_network_compute_what_it_computes(ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "message"),
-    [("resnet18", "9 ranks: the network has 8 blocks"), ("vgg11", "--arch vgg11: .* cut a resnet")],
+    [("resnet18", "9 ranks: the network has 8 blocks"), ("vgg11", ".*split only a ResNet")],
 )
 def test_a_network_that_cannot_be_cut_is_refused(arch: str, message: str) -> None:
     config = a_config(arch=arch, **sizes(32))
@@ -270,7 +270,7 @@ def test_pretrained_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     config = a_config(**SMALL, pretrained=True)
     publish(monkeypatch, {})
     for download in (True, False):  # all ranks end, and none waits for the others
-        with pytest.raises(UserError, match="10 classes apart, and the data has 3"):
+        with pytest.raises(UserError, match="for 10 classes, and the data has 3"):
             build_model(config, 3, download)
     for error in (OSError("no route"), RuntimeError("no route"), UnpicklingError("no route")):
         publish(monkeypatch, error)

@@ -1,5 +1,5 @@
 """The settings of a run: flags, presets and knobs, read from the command line and checked.
 
-Enters: a setting, its default, its bounds, and which settings go together. Not: what a setting
-does. Imports nothing slow, neither torch nor an engine.
+Belongs here: a setting, its default, its bounds, and which settings fit together. Not here: what a
+setting does. Imports nothing slow, neither torch nor an engine.
 """

@@ -1,4 +1,4 @@
 """What is computed in a step: network, optimizer, learning rate, metrics.
 
-Enters: what changes the weights or measures them. Not: engines, files of the run folder.
+Belongs here: what changes or measures the weights. Not here: engines, files of the run folder.
 """

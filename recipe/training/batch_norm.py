@@ -1,8 +1,8 @@
-"""BatchNorm over ranks: statistics that are aligned before an evaluation, and one over the batches
-of all ranks, for tensors in the CPU's memory, where neither torch nor Horovod has one.
+"""BatchNorm over ranks: align the running statistics before an evaluation, and SyncBatchNorm for
+tensors in the CPU's memory, which neither torch nor Horovod has.
 
-Forward and backward pass send one message a layer each: sums in float64, so that a variance is as
-good as if it were computed in two passes.
+Forward and backward pass each send one message per layer: sums in float64, so that a variance is
+as accurate as one computed in two passes.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """torch's BatchNorm over [N, C, ...], in training over all ranks' N. The arguments are those of
-    nn.SyncBatchNorm, after `sum_over_ranks`.
+    """torch's BatchNorm over [N, C, ...], which in training normalises over the N of all ranks.
+    After `sum_over_ranks` the arguments are those of nn.SyncBatchNorm.
 
-    Gradients of weight and bias are this rank's part, to be averaged as all others are.
+    Gradients of weight and bias are this rank's part; they are averaged like all other gradients.
     """
 
     def __init__(self, sum_over_ranks: SumOverRanks, *arguments: Any) -> None:
@@ -32,10 +32,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.sum_over_ranks = sum_over_ranks
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        """Each number of dimensions will do."""
+        """Accept any number of dimensions."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """float [N, C, ...], of `input`'s type."""
+        """Normalise `input`, float [N, C, ...]; the result has its type."""
         if not self.training:
             return super().forward(input)
         values, doubles = input.float(), input.detach().double()
@@ -61,7 +61,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """(values - mean) * inverse, whose mean and inverse depend on all ranks' values."""
+    """(values - mean) * inverse, where mean and inverse depend on the values of all ranks."""
 
     @staticmethod
     def forward(
@@ -78,24 +78,25 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Of BatchNorm (Ioffe and Szegedy 2015, section 3), with means over all ranks."""
+        """BatchNorm's backward pass (Ioffe and Szegedy 2015, section 3), with means over ranks."""
         normal, inverse = context.saved_tensors
         means = _over_ranks(context.sum_over_ranks, gradient, gradient * normal)[:2].float()
-        own = gradient - _by_channel(means[0], normal) - normal * _by_channel(means[1], normal)
-        return own * _by_channel(inverse, normal), None, None, None
+        centred = gradient - _by_channel(means[0], normal) - normal * _by_channel(means[1], normal)
+        return centred * _by_channel(inverse, normal), None, None, None
 
 
 def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[C] as [1, C, 1, ...], with as many dimensions as `like`."""
+    """Return `values` [C] as [1, C, 1, ...], with as many dimensions as `like`."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 def _over_ranks(
     sum_over_ranks: SumOverRanks, one: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """The means of two [N, C, ...] over all ranks, and the number of values: float64 [3, C]."""
-    others = [dim for dim in range(one.dim()) if dim != 1]
-    sums = [values.sum(dim=others, dtype=torch.float64) for values in (one, other)]
+    """Return the means of two tensors [N, C, ...] over all ranks, and the number of values:
+    float64 [3, C]."""
+    not_channels = [dim for dim in range(one.dim()) if dim != 1]
+    sums = [values.sum(dim=not_channels, dtype=torch.float64) for values in (one, other)]
     count = torch.full_like(sums[0], one.numel() / one.shape[1])
     means = sum_over_ranks(torch.stack([*sums, count]))
     means[:2] /= means[2]
@@ -110,16 +111,16 @@ def replace_batch_norm(
     kind: type[nn.Module],
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> nn.Module:
-    """`module` with each BatchNorm replaced by a synchronised one, its state kept: on GPUs the
-    engine's own `kind`, on the CPU ours. UserError for one that does more than normalise, or that
-    keeps no running statistics, or averages them over all batches."""
+    """Replace each BatchNorm in `module` by a synchronised one with the same state: the engine's
+    `kind` on GPUs, the class above on the CPU. UserError for a BatchNorm that does more than
+    normalise, has no running statistics, or averages them over all batches."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         statistics = module.running_mean
         if type(module) not in BATCH_NORMS or statistics is None or module.momentum is None:
             raise UserError(
                 f"--batch-norm sync: the network's {type(module).__name__} does more than "
-                "normalise, or keeps no running statistics with a momentum, and a synchronised one "
-                "would be another; use average"
+                "normalise, or keeps no running statistics with a momentum, so a synchronised one "
+                "would compute something else; use average"
             )
         make: Any = kind if statistics.is_cuda else partial(SyncBatchNorm, sum_over_ranks)
         new = make(module.num_features, module.eps, module.momentum, module.affine)
@@ -131,8 +132,8 @@ def replace_batch_norm(
 
 
 def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
-    """Give all ranks the same running means and variances of BatchNorm, exchanged in one message;
-    with --batch-norm sync they have them."""
+    """Give all ranks the same running means and variances of BatchNorm, exchanged in one message.
+    With --batch-norm sync they are already the same."""
     buffers = [
         buffer
         for module in model.modules()
@@ -141,7 +142,7 @@ def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
         if name in ("running_mean", "running_var")
     ]
     if config.batch_norm != "sync" and buffers:
-        # Those of a network on two GPUs are on both.
+        # A network on two GPUs has buffers on both.
         flat = _flatten_dense_tensors([buffer.to(buffers[0].device) for buffer in buffers])
         if config.batch_norm == "average":
             flat = ranks.sum(flat) / ranks.world.size

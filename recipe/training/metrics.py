@@ -1,4 +1,4 @@
-"""Loss, top-1 and top-5 as sums and counts, exact at any split over batches and ranks."""
+"""Loss, top-1 and top-5 as sums and counts, exact for any split over batches and ranks."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -15,31 +15,31 @@ from recipe.training.model import autocast
 from recipe.training.state import Trainables, copy_buffers, working_copy
 from recipe.watch import expect_delay, heartbeat
 
-# A vector of sums: loss, images whose label was the best guess, among the five best, images;
-# float64 [4].
+# A vector of sums, float64 [4]: loss, images whose label was the best guess, images whose label was
+# among the five best guesses, images.
 Sums = torch.Tensor
-Show = Callable[[int], object]  # of how many images this rank has evaluated more
+Show = Callable[[int], object]  # called with the number of images just evaluated on this rank
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A pass over all validation images; `sums` are over all ranks."""
+    """The result of a pass over all validation images; `sums` are over all ranks."""
 
-    weights: str  # model, or ema
+    weights: str  # "model" or "ema"
     sums: Sums
     seconds: float
 
 
 @torch.no_grad()
 def batch_sums(outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor) -> Sums:
-    """Sums of one batch, left on the device; `outputs` float [N, classes], `loss` its mean over the
-    batch. `targets` are labels, int64 [N], or shares of classes, float [N, classes], of which the
-    largest is the label."""
+    """Return the sums of one batch, on the device. `outputs` are float [N, classes], `loss` is the
+    mean over the batch. `targets` are labels, int64 [N], or shares of classes, float [N, classes];
+    the class with the largest share is then the label."""
     if targets.dim() == 2:
         targets = targets.argmax(dim=1)
     logits, guesses = outputs.topk(min(5, outputs.shape[1]), dim=1)
-    hits = (guesses == targets[:, None]) & ~logits.isnan()  # which topk takes for the greatest
-    # Filled there: a tensor made from a number here would be copied, and the copy waited for.
+    hits = (guesses == targets[:, None]) & ~logits.isnan()  # topk ranks NaN highest
+    # Filled on the device: a tensor made on the host would have to be copied, and waited for.
     count = outputs.new_full((), len(targets), dtype=torch.float64)
     return torch.stack(
         [loss.detach().double() * count, hits[:, :1].sum().double(), hits.sum().double(), count]
@@ -47,7 +47,7 @@ def batch_sums(outputs: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor)
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Mean loss, and top-1 and top-5 in percent."""
+    """Return the mean loss, and top-1 and top-5 in percent."""
     loss, top1, top5, count = sums.tolist()
     return {"loss": loss / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
 
@@ -60,14 +60,14 @@ def evaluate(
     device: torch.device,
     show: Show = lambda images: None,
 ) -> Sums:
-    """Sums over this rank's validation images; the ranks' sums added up are exact, whatever their
-    number. `show`, if given, is told of each batch."""
+    """Return the sums over this rank's validation images. The total over ranks is exact at any
+    world size. `show` is called with the size of each batch."""
     was_training = model.training
     network = working_copy(model, config).eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     expect_delay()
     for batch in batches:
-        # Stages are compiled anew, in minutes, for a last batch that is short.
+        # For a short last batch, stages are compiled again, which takes minutes.
         (expect_delay if config.compile else heartbeat)()
         images, targets = to_device(batch, config, device)
         with autocast(config, device):
@@ -91,8 +91,8 @@ def validate(
     workers: int,
     show: Show = lambda images: None,
 ) -> list[Evaluation]:
-    """The model and its moving average, if it has one, on all validation images. Nothing for
-    synthetic data, whose labels are random, unless a flag asks for it."""
+    """Evaluate the model, and its moving average if there is one, on all validation images. Do
+    nothing for synthetic data, whose labels are random, unless a flag asks for it."""
     model, ema = parts.model, parts.ema
     align_batch_norm(model, config, ranks)
     if data.val is None and not (config.evaluate or config.desired_acc):

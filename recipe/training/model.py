@@ -1,4 +1,4 @@
-"""The network, what optimizes it, and its moving average; nothing here knows other ranks."""
+"""The network, its optimizer, its loss and its moving average; nothing here knows other ranks."""
 
 import difflib
 import itertools
@@ -27,16 +27,16 @@ NORMS = (
     nn.modules.instancenorm._InstanceNorm,
     nn.LocalResponseNorm,
 )
-# ResNet-18 with one block for each two, as in Simon et al. 2016 (arXiv 1612.01452): 4.9 million
-# weights. torchvision has its parts, and not its name.
+# ResNet-18 with half its blocks, as in Simon et al. 2016 (arXiv 1612.01452): 4.9 million weights.
+# torchvision has the parts of it, but no model of this name.
 RESNET10 = "resnet10"
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
-    """The network of --arch with `num_classes` outputs, its weights drawn from --seed.
+    """Build the network of --arch with `num_classes` outputs; --seed decides its weights.
 
-    With --pretrained only the rank that may `download` gets the published weights: the engine
+    With --pretrained only the rank with `download` loads the published weights; the engine
     broadcasts them.
     """
     check_arch(config.arch)
@@ -51,7 +51,7 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
         count = len(published.meta["categories"])
         refuse((
             count != num_classes,
-            f"--pretrained: {config.arch}'s published weights tell {count} classes apart, and the "
+            f"--pretrained: {config.arch}'s published weights are for {count} classes, and the "
             f"data has {num_classes}; train from scratch, or give their file with --weights and "
             "add --new-head",
         ))  # fmt: skip
@@ -83,12 +83,12 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
 
 
 def check_arch(arch: str) -> None:
-    """UserError for a network that its library does not have."""
+    """Raise UserError for a network that its library does not have."""
     if arch.startswith("timm:"):
         import timm
 
         library, name, names = "timm", arch.removeprefix("timm:"), timm.list_models()
-        is_known = timm.is_model(name)  # also with published weights, as in resnet50.a1_in1k
+        is_known = timm.is_model(name)  # also with a tag of published weights: resnet50.a1_in1k
     else:
         library, name = "torchvision", arch
         names = [RESNET10, *torchvision.models.list_models(module=torchvision.models)]
@@ -122,20 +122,20 @@ def _load_published(
     try:
         state = published.get_state_dict(progress=False, check_hash=True, weights_only=True)
         model.load_state_dict(without_auxiliary_heads(state))
-    # No network; a wrong checksum, or other shapes; what only unpickling could read.
+    # No network connection; a wrong checksum or other shapes; a file that needs full unpickling.
     except (OSError, RuntimeError, UnpicklingError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(
-            f"--pretrained: {config.arch}'s weights of {published.url} could not be loaded "
+            f"--pretrained: {config.arch}'s weights from {published.url} could not be loaded "
             f"({reason}); give their file with --weights, or train from scratch"
         ) from None
 
 
 def blur_before_strides(model: nn.Module, config: Config) -> None:
-    """Have each convolution with a stride, of at least 16 channels, read its images blurred, as
+    """Blur the input of each convolution that has a stride and at least 16 input channels, as
     FFCV's ImageNet training does; UserError if there is none. The weights keep their names."""
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    strided = [one for one in convolutions if max(one.stride) > 1 and one.in_channels >= 16]
+    strided = [conv for conv in convolutions if max(conv.stride) > 1 and conv.in_channels >= 16]
     refuse((
         not strided,
         f"--blur-pool: --arch {config.arch} has no convolution with a stride and at least 16 "
@@ -146,18 +146,18 @@ def blur_before_strides(model: nn.Module, config: Config) -> None:
 
 
 def _blurred(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-    """Filtered by (1, 2, 1) / 4 across and down, with zeros beyond the border: twice the mean of
-    two."""
+    """Return the input filtered by (1, 2, 1) / 4 in both directions, with zeros beyond the border:
+    averaging two neighbours twice gives this filter."""
     twice = nn.functional.avg_pool2d(inputs[0], 2, stride=1, padding=1)
     return nn.functional.avg_pool2d(twice, 2, stride=1)
 
 
 def give_gradients_their_layout(model: nn.Module) -> None:
-    """Prepare the weights for images in NHWC, without changing where any value lies.
+    """Give weights the strides that their gradients will have for NHWC images; no value moves.
 
-    A kernel of 1x1, or of one channel, lies in memory alike in both layouts, and only its strides
-    name one. NHWC convolutions return its gradient with those of channels_last; DDP's buckets have
-    the weight's, and DDP warns of each difference.
+    A kernel of 1x1, or of one channel, has the same order in memory in both layouts; only its
+    strides differ. NHWC convolutions return its gradient with channels_last strides, DDP's buckets
+    use the weight's strides, and DDP warns about each difference.
     """
     for weight in model.parameters():
         if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
@@ -166,8 +166,8 @@ def give_gradients_their_layout(model: nn.Module) -> None:
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
-    """The children of a network, such as a ResNet's four stages; where a single Sequential holds
-    all stages or blocks, its children in its place."""
+    """Return the children of a network, such as a ResNet's four stages. If a single Sequential
+    holds all stages or blocks, its children replace it."""
     children = list(model.children())
     holders = [
         child
@@ -182,29 +182,29 @@ def stages_of(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_stages(model: nn.Module) -> None:
-    """Have torch.compile make one piece of each stage that has parts of its own.
+    """Compile each stage that has sub-modules by torch.compile, separately.
 
-    Not of the whole network: its backward pass would hand out all gradients at its end, and none of
-    their exchange could hide behind the rest. Nor of each block: the host takes longer to start
-    ResNet-50's sixteen than an H200 to compute a batch of 256.
+    If the whole network were compiled, its backward pass would return all gradients at its end, and
+    none of their exchange could overlap with it. If each block were, the host would take longer to
+    launch ResNet-50's sixteen blocks than an H200 takes to compute a batch of 256.
     """
     stages = [stage for stage in stages_of(model) if any(stage.children())]
-    # DDP would have each stage cut where one of its buckets ends, and Horovod's stages are not.
+    # With DDP torch would split each stage where a bucket ends; with Horovod it does not.
     torch._dynamo.config.optimize_ddp = False
-    # Each stage is one more version of the same code, in training and in evaluation, and once more
-    # in each for each size of batches and images.
+    # Every stage counts as a recompilation of the same code: for training, for evaluation, and in
+    # both for each size of batches and images.
     most = max(8, 16 * len(stages))
     torch._dynamo.config.recompile_limit = most
     torch._dynamo.config.accumulated_recompile_limit = max(256, most)
     for stage in stages:
-        # Else torch takes another stage's shape for a new size of the same, and makes it symbolic.
+        # Otherwise torch takes another stage's shapes for varying sizes, and makes them symbolic.
         stage.compile(dynamic=False)
 
 
 def _check_image_sizes(model: nn.Module, config: Config) -> None:
-    """Raise UserError if the network pools images of the run's sizes away, or refuses them.
+    """Raise UserError if images of the run's sizes are too small for the network, or refused by it.
 
-    The forward passes are on the meta device: shapes without values, in milliseconds.
+    The forward passes run on the meta device: shapes without values, in milliseconds.
     """
     state = {name: value.detach().to("meta") for name, value in model.named_parameters()}
     state |= {name: value.to("meta") for name, value in model.named_buffers()}
@@ -215,13 +215,13 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
     }
     if config.evaluate:
         sizes = {"--val-crop-size": config.val_crop_size}
-    # In training, BatchNorm refuses a single value a channel: there is nothing to normalise by.
+    # In training, BatchNorm refuses a single value per channel, which has no variance.
     is_alone = config.batch_size == 1 and config.batch_norm != "sync"
     for option, size in sizes.items():
         model.train(is_alone and option != "--val-crop-size")
         images = torch.empty(1, 3, size, size, device="meta")
         try:
-            with torch.no_grad(), suppress(NotImplementedError):  # of operations without shapes
+            with torch.no_grad(), suppress(NotImplementedError):  # operations without meta kernels
                 torch.func.functional_call(model, state, (images,))
         except (RuntimeError, ValueError, AssertionError) as error:  # the last from timm
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -234,12 +234,12 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What a few architectures must be told to fit the recipe and the published weights."""
+    """Return the arguments that some architectures need to fit the recipe and published weights."""
     size = config.train_crop_size
     if is_resnet(config.arch):
         return {"zero_init_residual": config.zero_init_residual}
     if config.arch in ("googlenet", "inception_v3"):
-        # Their published weights came from TensorFlow, and with it another normalisation.
+        # Their published weights come from TensorFlow, which normalises images differently.
         return {"aux_logits": False, "transform_input": True, "init_weights": True}
     is_fixed_in_size = config.arch.startswith(("vit_", "maxvit"))
     if config.arch.startswith("timm:"):
@@ -260,11 +260,11 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def last_layer(model: nn.Module, config: Config, num_classes: int) -> set[str]:
-    """The weights whose shape the number of classes decides, by name; UserError if there are none.
-    A few networks have two such layers."""
+    """Return the names of the weights whose shape depends on the number of classes; UserError if
+    there are none. A few networks have two such layers."""
     with torch.device("meta"):
         other = _new_network(config, num_classes + 1).state_dict()
-    names = {name for name, own in model.state_dict().items() if own.shape != other[name].shape}
+    names = {name for name, w in model.state_dict().items() if w.shape != other[name].shape}
     refuse((
         not names,
         f"--new-head: no layer of --arch {config.arch} has a row for each class; leave it out",
@@ -273,17 +273,17 @@ def last_layer(model: nn.Module, config: Config, num_classes: int) -> set[str]:
 
 
 def without_auxiliary_heads(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`state` without the second classifiers that GoogLeNet and Inception have in training."""
+    """Return `state` without the auxiliary classifiers of GoogLeNet and Inception."""
     heads = ("aux1.", "aux2.", "AuxLogits.")
     return {key: value for key, value in state.items() if not key.startswith(heads)}
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
-    """Weights with --wd, normalisation layers' with --norm-weight-decay, other biases with
-    --bias-weight-decay.
+    """Return the optimizer's groups: weights with --wd, normalisation layers with
+    --norm-weight-decay, other biases with --bias-weight-decay.
 
-    Horovod names an optimizer's parameters by their position, so the order is the model's own on
-    both engines.
+    Horovod names an optimizer's parameters by their position, so both engines keep the model's
+    order.
     """
     decays = {
         "weights": config.wd,
@@ -308,31 +308,31 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The one of --optimizer; its learning rate is set before every step."""
+    """Build the optimizer of --optimizer; its learning rate is set before every step."""
     kind, settings = kind_and_settings(config, next(model.parameters()).device)
     try:
         return kind(parameter_groups(model, config), lr=config.base_lr, **settings)
-    except RuntimeError as error:  # Apex's, which was built without its kernels
+    except RuntimeError as error:  # from an Apex that was built without its kernels
         raise UserError(
             f"--optimizer {config.optimizer}: {error}; install Apex as docs/recipe.md says"
         ) from None
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager:
-    """The number format of forward passes."""
+    """Return a context in which forward passes use the number format of --precision."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def build_scaler(config: Config, device: torch.device) -> LossScaler:
-    """Loss scaling as --loss-scale says, which does nothing at all for the other formats."""
+    """Build the loss scaling of --loss-scale; with a scale of 1 it does nothing."""
     scale = config.scales_loss_by
     return LossScaler(device.type, None if scale == "dynamic" else scale)
 
 
 def build_criterion(config: Config) -> Criterion:
-    """The training loss, a mean: outputs [N, classes], and labels [N] or shares of classes [N,
-    classes], to a number."""
+    """Return the training loss: a function of outputs [N, classes] and of labels [N] or shares of
+    classes [N, classes]; it returns the mean."""
     smoothing = config.label_smoothing
     if config.loss == "cross-entropy":
         return partial(nn.functional.cross_entropy, label_smoothing=smoothing)
@@ -344,9 +344,9 @@ def build_criterion(config: Config) -> Criterion:
 def binary_cross_entropy(
     outputs: torch.Tensor, targets: torch.Tensor, label_smoothing: float, threshold: float | None
 ) -> torch.Tensor:
-    """Each class is a question of its own, as in Wightman et al. 2021 (arXiv 2110.00476): with a
-    `threshold`, a class whose share is above it counts in full. Label smoothing then spreads a
-    share of the targets over all classes, as for cross-entropy."""
+    """Binary cross-entropy of each class separately, as in Wightman et al. 2021 (arXiv 2110.00476).
+    With a `threshold`, the target of a class is 1 if its share is above it, else 0. Label smoothing
+    then spreads a share of the targets over all classes, as for cross-entropy."""
     if targets.dim() == 1:
         targets = nn.functional.one_hot(targets, outputs.shape[1])
     if threshold is not None:
@@ -356,21 +356,22 @@ def binary_cross_entropy(
 
 
 def build_ema(model: nn.Module, config: Config) -> AveragedModel | None:
-    """Exponential moving average of the weights; BatchNorm statistics are the model's own, which
-    whoever evaluates or keeps it gives it."""
+    """Build the exponential moving average of the weights. It needs the model's BatchNorm
+    statistics, which are copied to it before it is evaluated or saved."""
     return AveragedModel(model) if config.model_ema else None
 
 
 @torch.no_grad()
 def update_ema(ema: AveragedModel | None, model: nn.Module, config: Config, step: int) -> None:
-    """Take the weights after `step` (from 1) into their moving average, if it is due.
+    """Update the moving average with the weights after `step` (from 1), if an update is due.
 
-    `update_parameters` would also copy each buffer by itself, and wait for the GPU to get a number.
+    `update_parameters` would also copy each buffer separately, and wait for the GPU to read a
+    number from it.
     """
     if ema is None or step % config.model_ema_steps:
         return
     averages, weights = tuple(ema.module.parameters()), tuple(model.parameters())
-    if ema.n_averaged:  # it stays in the CPU's memory
+    if ema.n_averaged:  # this counter is in the CPU's memory
         torch._foreach_lerp_(averages, weights, 1 - config.model_ema_decay)
     else:
         torch._foreach_copy_(averages, weights)
@@ -378,24 +379,23 @@ def update_ema(ema: AveragedModel | None, model: nn.Module, config: Config, step
 
 
 def seed_step(config: Config, step: int, rank: int) -> None:
-    """Seed dropout and all else that draws on the device, anew for each step.
+    """Seed dropout, and everything else that draws random numbers on the device, for one step.
 
-    A run that goes on from a checkpoint then draws what it would have drawn, and no generator state
-    need be saved.
+    So a resumed run draws the same numbers, and no generator state needs to be saved.
     """
     seed = zlib.crc32(f"{config.seed} {step} {rank}".encode())
-    # What torch.manual_seed does for CPU and GPUs; it also looks for other devices, every time.
+    # As torch.manual_seed does for CPU and GPUs; it would also look for other devices every time.
     for generator in (torch.default_generator, *torch.cuda.default_generators):
         generator.manual_seed(seed)
 
 
 def split_resnet(model: Any, config: Config, ranks: int) -> list[nn.Sequential]:
-    """A ResNet in pieces for as many ranks, each of which takes what the one before it returns.
-    They have equal numbers of its residual blocks, which cost about the same. UserError for other
-    networks, and if there are fewer blocks."""
+    """Split a ResNet into one piece per rank; each piece takes the output of the one before it. All
+    have about the same number of residual blocks, which cost about the same. UserError for other
+    networks, and if there are more ranks than blocks."""
     refuse((
         not is_resnet(config.arch),
-        f"--arch {config.arch}: this script knows how to cut a resnet; choose one",
+        f"--arch {config.arch}: this script can split only a ResNet; choose one",
     ))  # fmt: skip
     blocks = [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
     refuse((

@@ -1,9 +1,9 @@
-"""The optimizers, and the learning rate at any point of training: whose they are, with which
-settings, and what to do where one is missing.
+"""The optimizers from torch, timm and Apex with their settings, and the learning rate at any point
+of training.
 
-None of them clips gradients: --clip-grad-norm does, for all of them alike. LARS and LAMB scale each
-weight's update by a trust ratio, of gradients that the engine has averaged; weights without decay
-are left out (--norm-weight-decay 0 --bias-weight-decay 0).
+No optimizer clips gradients: --clip-grad-norm does it for all of them. LARS and LAMB scale each
+weight's update by a trust ratio, computed from averaged gradients; weights without decay have no
+trust ratio (--norm-weight-decay 0 --bias-weight-decay 0).
 """
 
 import math
@@ -19,12 +19,13 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 def kind_and_settings(config: Config, device: torch.device) -> tuple[Optimizer, dict[str, Any]]:
-    """The class of --optimizer, and its arguments beside the learning rate and weight decay.
+    """Return the class of --optimizer, and its arguments beside learning rate and weight decay.
 
-    Fused: one pass over the weights instead of four; on a CPU SGD then takes 0.4 times as long. Not
-    with loss scaling, whose first steps overflow: the fused kernel leaves these out, but takes the
-    momentum that it has not yet written for momentum from then on (torch 2.14.1). None, and not
-    False: torch then updates all of a GPU's weights by a few kernels, not each by its own.
+    A fused optimizer passes over the weights once instead of four times; on a CPU SGD then takes
+    0.4 times as long. With loss scaling the fused one is not used: the first steps overflow, and
+    its kernel skips them, but later uses a momentum that was never written (torch 2.14.1). `fused`
+    is then None and not False, so that torch updates all of a GPU's weights in a few kernels, and
+    not in one kernel per weight.
     """
     fused = True if config.scales_loss_by == 1 else None
     with_momentum = {"momentum": config.momentum, "nesterov": config.nesterov}
@@ -47,13 +48,13 @@ def kind_and_settings(config: Config, device: torch.device) -> tuple[Optimizer, 
             return apex_optimizers(config, device).FusedAdam, {"betas": config.betas}
         case _:
             lamb = apex_optimizers(config, device).FusedLAMB
-            # Its kernel clips what is longer than this, and divides by it.
+            # Its kernel clips gradients whose norm exceeds this, and divides by it.
             return with_default(lamb, "max_grad_norm", math.inf), {"betas": config.betas}
 
 
 def with_default(kind: type[torch.optim.Optimizer], name: str, default: Any) -> Optimizer:
-    """`kind` with another default of an argument. Horovod makes each optimizer anew, from the
-    groups of its weights alone: what else it was given would be lost."""
+    """Return `kind` with another default for one argument. Horovod builds each optimizer again from
+    its parameter groups alone, which would lose the argument itself."""
 
     class WithDefault(kind):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, **settings: Any) -> None:
@@ -64,15 +65,15 @@ def with_default(kind: type[torch.optim.Optimizer], name: str, default: Any) -> 
 
 
 def apex_optimizers(config: Config, device: torch.device) -> Any:
-    """NVIDIA Apex's module of fused optimizers. UserError where it is missing, where `apex` is
-    another package, and without a GPU."""
+    """Return NVIDIA Apex's module of fused optimizers. UserError if it is missing, if `apex` is
+    another package, or if there is no GPU."""
     flag = f"--optimizer {config.optimizer}"
     instead = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[config.optimizer]
     on_cpu = f"{flag}: has kernels for GPUs only, and this run is on the CPU; use {instead}"
     refuse((device.type != "cuda", on_cpu))
     try:
         from apex import optimizers
-    except Exception as error:  # whatever another package of that name may raise
+    except Exception as error:  # another package of that name may raise anything
         raise UserError(
             f"{flag}: NVIDIA Apex cannot be imported ({type(error).__name__}: {error}); install it "
             "as docs/recipe.md says (PyPI's package apex is another one: pip uninstall apex), or "
@@ -82,7 +83,7 @@ def apex_optimizers(config: Config, device: torch.device) -> Any:
 
 
 def schedule_in_words(config: Config, scale: float) -> str:
-    """The learning rate over the epochs, for people; `scale` as of `learning_rate`."""
+    """Describe the learning rate over the epochs in words; `scale` as for `learning_rate`."""
     rate = f"learning rate {config.base_lr * scale:.4g}"
     if scale != 1:
         rate += f" (--base-lr {config.base_lr:.4g} x {scale:g})"
@@ -98,14 +99,14 @@ def schedule_in_words(config: Config, scale: float) -> str:
 
 
 def learning_rate(config: Config, epoch: float, scale: float) -> float:
-    """Learning rate at fractional `epoch` (samples seen / training images).
+    """Return the learning rate at fractional `epoch` (samples seen / training images).
 
-    `scale` is what one worker's --base-lr is multiplied by, by the linear scaling rule of Goyal et
-    al. 2017 (arXiv 1706.02677, section 2.1). Their warm-up is gradual-256: from 0.1, the rate of 8
-    workers of 32 images, to 3.2 with 256 (section 5.2). The cosine comes down over the epochs
-    after warm-up, as in torchvision's reference, or from one restart to the next (Loshchilov and
-    Hutter 2017, arXiv 1608.03983, equation 5). While the batch grows, the rate grows with it, which
-    keeps the noise of the gradients as it is (Smith et al. 2018, arXiv 1711.00489).
+    `scale` multiplies one worker's --base-lr, by the linear scaling rule of Goyal et al. 2017
+    (arXiv 1706.02677, section 2.1). Their warm-up is gradual-256: from 0.1, the rate for 8 workers
+    of 32 images, to 3.2 for 256 workers (section 5.2). The cosine falls over the epochs after
+    warm-up, as in torchvision's reference, or from one restart to the next (Loshchilov and Hutter
+    2017, arXiv 1608.03983, equation 5). While the batch grows, the rate grows with it, which keeps
+    the gradient noise constant (Smith et al. 2018, arXiv 1711.00489).
     """
     base_lr = config.base_lr * config.batch_share(epoch)
     peak = base_lr * scale

@@ -1,9 +1,9 @@
-"""`--wire-format auto`: gradients travel in the number format that is faster on this network.
+"""`--wire-format auto`: send gradients in the number format that is faster on this network.
 
-fp16 halves the bytes and costs two casts: it pays on slow links, and on a CPU with fast ones it
-does not. Which it is depends on the network, the engine, how much of the exchange hides behind the
-backward pass, and whether the casts take cores from it. So it is measured, once, before training:
-both formats train copies of the network, by the engine itself, on made-up images.
+fp16 halves the bytes and costs two casts: it pays off on slow links, but not on a CPU with fast
+links. Which format is faster depends on the network, the engine, how much of the exchange overlaps
+with the backward pass, and whether the casts take cores from it. So both are measured once before
+training: with each format the engine trains a copy of the network on random images.
 """
 
 import copy
@@ -22,9 +22,10 @@ from recipe.settings.flags import WIRE_FORMATS, WireFormat
 from recipe.training.model import autocast, compile_stages
 from recipe.watch import expect_delay, heartbeat
 
-LEAST_GAIN = 1.01  # of what rounds as it sends, over fp32; less is within what timing can tell
-# Rounds that count: the second number if the first leaves neither format CLEAR ahead. (On a slow
-# network steps take long, and show it soon.) A round more pays for connections and page faults.
+LEAST_GAIN = 1.01  # speed ratio by which fp16 must beat fp32; less is within the timing error
+# Rounds that count: the second number only if after the first neither format is faster by CLEAR.
+# (On a slow network steps take long, and the difference shows early.) One more round comes first,
+# for connections and page faults.
 ROUNDS = (5, 20)
 CLEAR = 1.1
 Distribute = Callable[[nn.Module, Config], tuple[nn.Module, torch.optim.Optimizer]]
@@ -37,58 +38,58 @@ def settle_wire_format(
     device: torch.device,
     distribute: Distribute,
 ) -> Config:
-    """Return `config` with the faster of fp32 and fp16 for `auto`; as it is for all else.
+    """Return `config` with `auto` replaced by the faster of fp32 and fp16.
 
-    `distribute` makes of a network what the engine trains, and the optimizer for it. All ranks come
-    to the same choice, since all of them see all the times. Rank 0 prints it.
+    `distribute` wraps a network for the engine, and builds its optimizer. All ranks make the same
+    choice, because each sees the times of all. Rank 0 prints it.
     """
     if config.wire_format != "auto":
         return config
     if ranks.world.size == 1 or config.evaluate or config.has_fp16_weights:
-        return replace(config, wire_format="fp32")  # none are sent, or most are fp16 already
+        return replace(config, wire_format="fp32")  # no gradients are sent, or most are fp16
     steps = [
         trial(replace(config, wire_format=name), model, device, distribute) for name in WIRE_FORMATS
     ]
 
     def seconds(step: Callable[[], None]) -> float:
-        """How long a training step takes on this rank."""
-        step()  # after the other format's, Horovod agrees anew on what it sends
-        ranks.sum(torch.zeros(1)).item()  # the ranks begin together
+        """Time a training step on this rank."""
+        step()  # not timed: after the other format, Horovod must negotiate its messages again
+        ranks.sum(torch.zeros(1)).item()  # all ranks start together
         started = time.perf_counter()
         step()
         return time.perf_counter() - started
 
-    own = [[seconds(step) for step in steps]]
+    times = [[seconds(step) for step in steps]]
     for rounds in ROUNDS:
-        own += [[seconds(step) for step in steps] for _ in range(1 + rounds - len(own))]
-        # The same on all, who go on or stop together.
-        rows = ranks.rows(torch.tensor(own, dtype=torch.float64).flatten()).cpu()
-        slowest = rows.view(ranks.world.size, len(own), len(WIRE_FORMATS)).amax(dim=0)
+        times += [[seconds(step) for step in steps] for _ in range(1 + rounds - len(times))]
+        # All ranks see the same times, so they continue or stop together.
+        rows = ranks.rows(torch.tensor(times, dtype=torch.float64).flatten()).cpu()
+        slowest = rows.view(ranks.world.size, len(times), len(WIRE_FORMATS)).amax(dim=0)
         medians = slowest[1:].median(dim=0).values.tolist()
-        found: dict[WireFormat, float] = dict(zip(WIRE_FORMATS, medians, strict=True))
-        fastest, second, *_ = sorted(found.values())
+        median_of: dict[WireFormat, float] = dict(zip(WIRE_FORMATS, medians, strict=True))
+        fastest, second, *_ = sorted(median_of.values())
         if second > CLEAR * fastest:
             break
-    chosen: WireFormat = min(found, key=lambda name: found[name])
-    if LEAST_GAIN * found[chosen] >= found["fp32"]:
+    chosen: WireFormat = min(median_of, key=lambda name: median_of[name])
+    if LEAST_GAIN * median_of[chosen] >= median_of["fp32"]:
         chosen = "fp32"
     if ranks.world.is_first:
-        times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in found.items())
-        print(f"wire format: {chosen} ({times} a step)", flush=True)
-    expect_delay()  # the first batches are no such steps
+        shown = ", ".join(f"{name} {1000 * median:.3g} ms" for name, median in median_of.items())
+        print(f"wire format: {chosen} ({shown} a step)", flush=True)
+    expect_delay()  # the first batches may take longer than the trial's steps
     del steps
-    gc.collect()  # the engines' hooks and their networks hold each other
+    gc.collect()  # the engines' hooks and the networks refer to each other
     return replace(config, wire_format=chosen)
 
 
 def trial(
     config: Config, model: nn.Module, device: torch.device, distribute: Distribute
 ) -> Callable[[], None]:
-    """A training step of a copy of the network, which exchanges gradients as `config` says."""
-    config = replace(config, batches_per_allreduce=1)  # only the exchange makes a difference
+    """Return a training step of a copy of the network, which exchanges gradients by `config`."""
+    config = replace(config, batches_per_allreduce=1)  # accumulation does not affect the choice
     replica = copy.deepcopy(model)
     if config.compile:
-        compile_stages(replica)  # which is not copied
+        compile_stages(replica)  # deepcopy does not copy compilation
     network, optimizer = distribute(replica, config)
     size = config.train_crop_size
     pixels = torch.randint(0, 256, (config.batch_size, 3, size, size), dtype=torch.uint8)
