@@ -1,11 +1,11 @@
-"""Ranks that are lost: what `torchrun --max-restarts` starts for each of its ranks.
+"""Replace lost ranks quickly, under `torchrun --max-restarts`.
 
-torchrun's agent starts all ranks anew when one has ended, and each loads torch again. So the
-process that it starts only watches, and forks the one that trains (recipe/nursery.py). After a loss
-all watchers fork another one. Which generation of ranks there is they tell each other on the
-agents' store; the agents do not see it.
+torchrun's agent restarts all ranks when one has ended, and each must load torch again. Here the
+process that the agent starts is only a watcher: it forks the process that trains
+(recipe/nursery.py). After a loss all watchers fork a new one. They agree on the generation of ranks
+through the agents' store; the agents do not notice.
 
-Whatever else ends a rank, an error or a signal, ends its watcher, too, and is its agent's business.
+If a rank ends in another way, by an error or a signal, its watcher ends too, and the agent decides.
 """
 
 import math
@@ -20,14 +20,14 @@ from recipe.watch import nearest_launcher, own_world
 
 
 def supervise() -> None:
-    """Under `torchrun --max-restarts`, with --resume auto, watch over a process that trains, and
-    end with it; otherwise, and in that process, return."""
+    """Under `torchrun --max-restarts` with --resume auto, watch a process that trains, and end with
+    it. Return in the process that trains, and in all other cases."""
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not most or not has_store or OWN_RANK in os.environ:
         return
     world = own_world()
-    config = parse_args("ddp", world)  # its errors come at once
+    config = parse_args("ddp", world)  # reports errors at once
     if config.resume != "auto" or config.name is None:
         return
     with one_message(world):
@@ -37,13 +37,13 @@ def supervise() -> None:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*address, is_master=False)
         generation = int(store.compare_set(GENERATION, "", "0"))
-        if store.check([_end_of(generation)]):  # before an agent has started this process
+        if store.check([_end_of(generation)]):  # it ended before an agent started this process
             generation = _next(store, generation)
         while True:
             os.environ[GENERATION] = str(generation)
             if nursery.start():
                 return
-            with suppress(RuntimeError):  # an agent is gone, and its store
+            with suppress(RuntimeError):  # an agent is gone, and the store with it
                 while nursery.wait(look_s(world.size)) is None:
                     if int(store.get(GENERATION)) > generation:
                         break
@@ -52,16 +52,17 @@ def supervise() -> None:
                     generation = _next(store, generation)
                     continue
                 store.set(_end_of(generation), "")
-                if is_lost and generation == most:  # the agent would start it as often again
+                if is_lost and generation == most:  # else the agent would allow as many restarts
                     nearest_launcher(world).terminate()
             leave_like(nursery.end(math.inf))
 
 
 def _end_of(generation: int) -> str:
-    """The name on the store of what says that a rank of it has ended otherwise than by a loss."""
+    """Return the key in the store that marks a generation as over, because a rank of it has ended
+    in another way than by a loss."""
     return f"{GENERATION} {generation} is over"
 
 
 def _next(store: Any, generation: int) -> int:
-    """The generation that follows, or a later one: whoever is first counts."""
+    """Return the generation that follows, or a later one; the first watcher to ask creates it."""
     return int(store.compare_set(GENERATION, str(generation), str(generation + 1)))

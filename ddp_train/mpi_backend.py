@@ -1,9 +1,9 @@
-"""DDP over MPI: a backend of torch.distributed made of mpi4py, since torch's wheels have none.
+"""DDP over MPI: a backend for torch.distributed, built on mpi4py, since torch's wheels have none.
 
-Import it when MPI has been prepared (`recipe.meeting.start_mpi`): mpi4py initialises MPI.
+Import it only after MPI has been prepared (`recipe.meeting.start_mpi`): mpi4py initialises MPI.
 """
 
-# Of the signatures that torch's stubs have it calls one.
+# torch's stubs have several signatures for each method, of which torch calls only one.
 # mypy: disable-error-code="override"
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from mpi4py import MPI
 from torch.futures import Future
 
 NAME = "mpi4py"
-SERIAL = 2**15  # elements that torch adds in the calling thread, whatever --threads says
+SERIAL = 2**15  # torch adds this many elements in the calling thread, for any --threads
 
 
 def add_halves(own: Any, total: Any, datatype: MPI.Datatype) -> None:
-    """MPI's sum of 16-bit floating-point numbers, which it does not have: each sum is rounded to
-    the nearest half, as Horovod's is."""
+    """Add fp16 values, which MPI cannot do itself. Each sum is rounded to the nearest fp16 value,
+    as in Horovod."""
     halves = [torch.frombuffer(memory, dtype=torch.float16) for memory in (own, total)]
     for addend, piece in zip(*(half.split(SERIAL) for half in halves), strict=True):
         piece.add_(addend)
@@ -33,20 +33,20 @@ SUM_OF_HALVES = MPI.Op.Create(add_halves, commute=True)
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor's memory, as numbers that MPI knows: halves as whole numbers of their size."""
+    """Return a tensor's memory as a type that MPI knows: fp16 as 16-bit integers."""
     array = tensor.detach().numpy()
     return array.view(np.uint16) if tensor.dtype == torch.float16 else array
 
 
 class Exchange(dist.Work):
-    """What was handed over, and may not be over yet."""
+    """An operation that was handed to the communicating thread, and may still be running."""
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__()
         self.future = future
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for its end; raises its error. (The trainer's watch is what ends a wait in vain.)"""
+        """Wait until it has ended; raise its error. (The trainer's watch ends a hopeless wait.)"""
         self.future.wait()
         return True
 
@@ -57,23 +57,24 @@ class Exchange(dist.Work):
 class MPIProcessGroup(dist.ProcessGroup):
     """The ranks of MPI's world, for tensors in the CPU's memory.
 
-    A thread of its own communicates, while the backward pass goes on: what was handed over first
-    comes first, which on all ranks is the same. Has what DDP and the scripts ask for.
+    A separate thread communicates while the backward pass goes on. It takes operations in the order
+    in which they were handed over, which is the same on all ranks. Only the operations that DDP and
+    the scripts need are implemented.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch 2.11 takes no store
-        self.comm = MPI.COMM_WORLD.Split(key=rank)  # no message of others is taken for one of these
+        self.comm = MPI.COMM_WORLD.Split(key=rank)  # keeps its messages apart from all others
         self.handed_over: SimpleQueue[Future[None] | None] = SimpleQueue()
         self.thread = Thread(target=self._communicate, name="MPI", daemon=True)
         self.thread.start()
 
     def _communicate(self) -> None:
         for begin in iter(self.handed_over.get, None):
-            begin.set_result(None)  # runs what waits for it, in this thread
+            begin.set_result(None)  # runs the callbacks of this future, in this thread
 
     def _hand_over(self, exchange: Callable[[], object], result: Sequence[Any]) -> Exchange:
-        """Let the thread do it; its future is `result`, or its error."""
+        """Queue `exchange` for the thread; its future becomes `result`, or its error."""
 
         def run(_: Future[None]) -> Sequence[Any]:
             exchange()
@@ -86,7 +87,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Exchange:
         if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"{opts.reduceOp}: over MPI there are only sums here")
+            raise NotImplementedError(f"{opts.reduceOp}: over MPI only sums are implemented")
 
         def exchange() -> None:
             for tensor in tensors:
@@ -108,9 +109,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Exchange:
         def exchange() -> None:
-            for gathered, own in zip(outputs, inputs, strict=True):
-                rows = torch.empty((self.size(), *own.shape), dtype=own.dtype)
-                self.comm.Allgather(memory_of(own.contiguous()), memory_of(rows))
+            for gathered, sent in zip(outputs, inputs, strict=True):
+                rows = torch.empty((self.size(), *sent.shape), dtype=sent.dtype)
+                self.comm.Allgather(memory_of(sent.contiguous()), memory_of(rows))
                 for tensor, row in zip(gathered, rows, strict=True):
                     tensor.copy_(row)
 
@@ -120,17 +121,18 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._hand_over(self.comm.Barrier, [])
 
     def shutdown(self) -> None:
-        """End when all that was handed over is done, before Python ends MPI."""
+        """Finish all operations and end the thread, before Python finalises MPI."""
         self.handed_over.put(None)
         self.thread.join()
         self.comm.Free()
 
-    def getBackendName(self) -> str:  # torch's name for it
+    def getBackendName(self) -> str:  # torch calls this name
         return NAME
 
 
 def create(store: dist.Store, rank: int, size: int, timeout: object) -> MPIProcessGroup:
-    """As torch.distributed calls it. Nothing waits for `timeout`: the trainer's watch does."""
+    """Create the process group, for torch.distributed. `timeout` is not used: the trainer's watch
+    ends a run that hangs."""
     return MPIProcessGroup(store, rank, size)
 
 

@@ -1,5 +1,5 @@
-"""Where the ranks of a DDP run meet, under any launcher (the user never sets MASTER_ADDR), and what
-carries their messages: which backend of torch.distributed, or why not that one."""
+"""Where the ranks of a DDP run meet, under any launcher (the user never sets MASTER_ADDR), and
+which backend of torch.distributed carries their messages, or why it cannot."""
 
 import os
 import re
@@ -25,11 +25,11 @@ from recipe.settings.config import Config
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
 from recipe.world import World
 
-# Under srun: how long a process at a port may take to answer; what a rank says for it.
+# Under srun: the time limit for an answer at a port, and a rank's confirmation of the answer.
 ANSWER_SECONDS, THANKS = 2.0, b"thanks"
 PATIENCE = timedelta(seconds=ENGINE_TIMEOUT_S)
 BACKENDS = {
-    "nccl": ("NCCL", "cpu:gloo,cuda:nccl"),  # Gloo: what lies in the CPU's memory
+    "nccl": ("NCCL", "cpu:gloo,cuda:nccl"),  # Gloo for tensors in the CPU's memory
     "gloo": ("Gloo", "gloo"),
     "mpi": ("MPI", "mpi4py"),
 }
@@ -40,9 +40,9 @@ MPI_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED
 def meeting_point(
     world: World, backend: str = "gloo", timeout: timedelta = PATIENCE
 ) -> dict[str, Any]:
-    """Arguments of `init_process_group` for the launcher that started this process; `timeout` is
-    how long a rank waits for another one, which may be late to load torch from a shared file
-    system, or to list its data."""
+    """Return the arguments of `init_process_group` for the launcher that started this process.
+    `timeout` is how long a rank waits for another one, which may need long to load torch from a
+    shared file system, or to list its data."""
     prepare_gloo(world)
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
@@ -69,15 +69,16 @@ def meeting_point(
 
 
 def patience(config: Config) -> timedelta:
-    """How long the process group waits for a rank: until after the watch has ended the run."""
+    """Return how long the process group waits for a rank: longer than the watch does, which ends
+    the run."""
     return timedelta(seconds=engine_timeout(config.stall_timeout))
 
 
 def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list[int], bytes]:
-    """The step's first node, the ports at which its rank 0 may be asked where the ranks meet, and
-    the words that identify it: another job may be at any of the ports."""
+    """Return the step's first node; the ports at which its rank 0 may announce where the ranks
+    meet; and the text that identifies the step, since another job may use any of the ports."""
     nodes = environ["SLURM_STEP_NODELIST"]  # such as rack[1-2]n[003-006,9],gpu1
-    # The list up to its first comma outside brackets, and of each bracket the first number.
+    # The list up to its first comma outside brackets, with the first number of each bracket.
     node = re.match(r"(\[[^\]]*\]|[^\[,])+", nodes)
     assert node is not None, nodes
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", node[0])
@@ -89,8 +90,8 @@ def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list
 
 
 def _store_through_slurm(world: World, timeout: timedelta) -> dist.Store:
-    """A store on a free port of rank 0's host, which rank 0 announces at the first free one of
-    the ports that all ranks can work out from the job's and the step's number."""
+    """Return a store on a free port of rank 0's host. Rank 0 announces it at the first free one of
+    several ports, which all ranks compute from the numbers of job and step."""
     node, ports, mark = slurm_address(os.environ)
     host = "127.0.0.1" if world.local_size == world.size else node
     if not world.is_first:
@@ -112,7 +113,7 @@ def _store_through_slurm(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _tell(listener: socket.socket, answer: bytes, ranks: int) -> None:
-    """Answer each connection, until so many ranks have confirmed."""
+    """Answer each connection, until this many ranks have confirmed."""
     with listener:
         while ranks:
             asking, _ = listener.accept()
@@ -123,7 +124,8 @@ def _tell(listener: socket.socket, answer: bytes, ranks: int) -> None:
 
 
 def _ask_for_store(host: str, ports: list[int], mark: bytes, seconds: float) -> tuple[str, int]:
-    """Host and port of the store; UserError if no process at `ports` knows it within `seconds`."""
+    """Return host and port of the store. UserError if no process at `ports` gives them within
+    `seconds`."""
     deadline, error = time.monotonic() + seconds, OSError("other jobs answer there")
     while time.monotonic() < deadline:
         for port in ports:
@@ -132,8 +134,8 @@ def _ask_for_store(host: str, ports: list[int], mark: bytes, seconds: float) -> 
                     line = asking.makefile("rb").readline(300)
                     if line.startswith(mark) and line.endswith(b"\n"):
                         asking.sendall(THANKS)
-                        reached_at, _, own = line[len(mark) :].decode().rpartition(" ")
-                        return reached_at, int(own)
+                        reached_at, _, store_port = line[len(mark) :].decode().rpartition(" ")
+                        return reached_at, int(store_port)
             except OSError as failed:
                 error = failed
         time.sleep(0.2)
@@ -144,7 +146,8 @@ def _ask_for_store(host: str, ports: list[int], mark: bytes, seconds: float) -> 
 
 
 def _store_through_mpi(world: World, timeout: timedelta) -> tuple[dist.Store, str]:
-    """A store on a free port of rank 0's host, and that host; MPI carries them to the others."""
+    """Return a store on a free port of rank 0's host, and that host. MPI sends its address to all
+    ranks."""
     comm = start_mpi(world, "start with torchrun").COMM_WORLD
     address: tuple[str, int] | None = None
     if world.is_first:
@@ -157,10 +160,10 @@ def _store_through_mpi(world: World, timeout: timedelta) -> tuple[dist.Store, st
 
 
 def _serve_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
-    """A store on a free port of this host, at the chosen interface if there is one, and this host
-    as the others reach it."""
+    """Return a store on a free port of this host, at the chosen interface if there is one, and the
+    address at which other hosts reach this one."""
     host, listens_at = server_address(world)
-    listener = socket.create_server((listens_at, 0))  # the store's own is open to all networks
+    listener = socket.create_server((listens_at, 0))  # the store itself would listen everywhere
     store = dist.TCPStore(
         host,
         listener.getsockname()[1],
@@ -177,18 +180,18 @@ def _serve_store(world: World, timeout: timedelta) -> tuple[dist.TCPStore, str]:
 
 
 def choose_transport(config: Config, world: World, device: torch.device) -> tuple[str, str]:
-    """What carries the gradients, as a run's records call it, and torch's backend that does.
+    """Return what carries the gradients, by its name in a run's records, and torch's backend.
 
-    UserError if it is MPI and this process was not started by MPI, its tensors are on a GPU, or
-    MPI cannot be called from more than one thread.
+    UserError for MPI if MPI did not start this process, if tensors are on a GPU, or if MPI cannot
+    be called from several threads.
     """
-    own = "nccl" if device.type == "cuda" else "gloo"
-    transport = own if config.transport == "auto" else config.transport
+    default = "nccl" if device.type == "cuda" else "gloo"
+    transport = default if config.transport == "auto" else config.transport
     if transport == "mpi":
         refuse((
-            own == "nccl",
-            "--transport mpi: DDP over MPI sends what lies in the CPU's memory, and this run is "
-            "on GPUs; use nccl, or add --no-cuda",
+            default == "nccl",
+            "--transport mpi: DDP over MPI sends only tensors in the CPU's memory, and this run "
+            "is on GPUs; use nccl, or add --no-cuda",
         ))  # fmt: skip
         _prepare_mpi_backend(world)
     return BACKENDS[transport]
@@ -197,8 +200,8 @@ def choose_transport(config: Config, world: World, device: torch.device) -> tupl
 def _prepare_mpi_backend(world: World) -> None:
     refuse((
         world.launcher != "none" and not world.started_by.starts_mpi,
-        f"--transport mpi: {world.started_by.shown or world.launcher} started this process, and "
-        "no ranks of MPI; start ddp_train/train.py with mpirun or horovodrun --mpi",
+        f"--transport mpi: {world.started_by.shown or world.launcher} started this process, not "
+        "MPI; start ddp_train/train.py with mpirun or horovodrun --mpi",
     ))  # fmt: skip
     mpi = start_mpi(world, "leave out --transport mpi")
     level = mpi.Query_thread()
@@ -206,7 +209,7 @@ def _prepare_mpi_backend(world: World) -> None:
     refuse((
         level < mpi.THREAD_MULTIPLE,
         f"--transport mpi: {library} gives {MPI_LEVELS[level]}, and DDP needs "
-        "MPI_THREAD_MULTIPLE, since a thread beside the training sends its messages; use an MPI "
-        "that was built with it, or leave out --transport mpi",
+        "MPI_THREAD_MULTIPLE, since a separate thread sends its messages; use an MPI that was "
+        "built with it, or leave out --transport mpi",
     ))  # fmt: skip
-    import ddp_train.mpi_backend  # noqa: F401  registers itself, and needs an MPI that is prepared
+    import ddp_train.mpi_backend  # noqa: F401  it registers itself, and needs a prepared MPI

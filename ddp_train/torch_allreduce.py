@@ -1,9 +1,9 @@
-"""Measure torch.distributed's allreduce.
+"""Measure torch.distributed's all-reduce.
 
     torchrun --nproc-per-node 2 ddp_train/torch_allreduce.py --sizes 4096 67108864
     mpirun -np 2 python ddp_train/torch_allreduce.py --transport mpi --no-cuda
 
-compare/collectives.py starts this and its like, and compares them.
+compare/collectives.py starts this script and those of the other engines, and compares them.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from recipe.world import World
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], None]:
-    """What sums the tensors: as DDP does it, and on the fp16 wire as its fp16_compress_hook does
-    (which also divides: a pass over the halves that is left out here, on all engines)."""
+    """Return a function that sums the tensors as DDP does, and in fp16 as fp16_compress_hook does.
+    (The hook also divides the fp16 values; this pass is left out here for all engines.)"""
     dtype = getattr(torch, WIRE_FORMATS[wire].dtype)
 
     def reduce() -> None:
         sent = []
         for tensor in tensors:
-            message = tensor.to(dtype)  # the tensor itself where it is of this type
+            message = tensor.to(dtype)  # the tensor itself if it has this type
             sent.append((tensor, message, dist.all_reduce(message, async_op=True)))
         for tensor, message, work in sent:
             work.wait()
@@ -39,7 +39,7 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], N
 
 
 def connect(options: argparse.Namespace, world: World) -> Backend:
-    """Let the ranks meet as DDP's do."""
+    """Connect the ranks as in DDP."""
     config = Config(cuda=options.cuda, transport=options.transport)
     device = choose_device(config, world)
     transport, backend = choose_transport(config, world, device)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 ddp_train/train.py --data IMAGENET
 
-`diff horovod_train/train.py ddp_train/train.py` shows all that the two engines ask for
-differently. What knows no engine is in recipe/.
+`diff horovod_train/train.py ddp_train/train.py` shows everything that the two engines do
+differently. Code that does not depend on the engine is in recipe/.
 """
 
 from ddp_train.elastic import supervise
@@ -16,7 +16,7 @@ from recipe.world import World
 ENGINE = "ddp"
 
 if __name__ == "__main__":  # before torch is loaded
-    supervise()  # where lost ranks are started anew, another process of these words trains
+    supervise()  # if lost ranks are to be replaced, this process watches and another one trains
     config, world = start(ENGINE)
 
 import sys
@@ -46,7 +46,7 @@ from recipe.training.wire_trial import settle_wire_format
 
 
 def main(config: Config, world: World, hooks: Hooks) -> int:
-    """Train, or only evaluate, as `config` says; the exit code. Every rank calls this."""
+    """Train, or only evaluate, by `config`, and return the exit code. Every rank calls this."""
     data = open_data(config, hooks.epoch_images)
     device = choose_device(config, world)
 
@@ -55,13 +55,13 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     dist.init_process_group(backend, **meeting_point(world, backend, patience(config)))
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        """For figures, not gradients: the ranks' values added up, in the memory where they are."""
+        """Add up the ranks' values (metrics, not gradients); the sum stays on their device."""
         total = values.clone()
         dist.all_reduce(total, op=dist.ReduceOp.SUM)
         return total
 
     def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values, on each rank."""
+        """Return rank 0's values on every rank."""
         dist.broadcast(values, src=0)
         return values
 
@@ -80,8 +80,8 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     lr_scale = config.batches_per_allreduce * world.size
 
     def distribute(model: nn.Module, config: Config) -> tuple:
-        """Network and optimizer, with rank 0's weights; gradients are averaged during backward."""
-        if world.size == 1:  # nobody to exchange with, but DDP would copy each gradient
+        """Return network and optimizer: rank 0's weights, gradients averaged during backward."""
+        if world.size == 1:  # nothing to exchange, but DDP would copy each gradient
             return model, build_optimizer(model, config)
         network = DistributedDataParallel(
             model,
@@ -90,9 +90,9 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
         )
-        # BatchNorm's statistics travel as --batch-norm says, not in each forward.
+        # BatchNorm's statistics are exchanged by --batch-norm, not in each forward pass.
         network.broadcast_buffers = False
-        if hook := bucket_hook(config, model):  # sums in fp16, or notes times for a profile
+        if hook := bucket_hook(config, model):  # sums in fp16, or records times for a profile
             network.register_comm_hook(None, hook)
         return network, build_optimizer(model, config)
 

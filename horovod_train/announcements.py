@@ -1,7 +1,7 @@
-"""What Horovod's elastic driver announces: that hosts have come or gone.
+"""Receive the announcements of Horovod's elastic driver: that hosts have come or gone.
 
-It sends a pickle, signed by a key that the receiver has chosen. Nothing is unpickled here: only its
-kind matters, which the name in it tells.
+The driver sends a pickle, signed with a key that the receiver has chosen. Nothing is unpickled
+here: only the kind of message matters, and the class name in the pickle shows it.
 """
 
 import socketserver
@@ -16,35 +16,35 @@ from horovod.runner.util.network import get_driver_ip
 
 HEADER = f"{DIGEST_LENGTH}si"  # the signature, and the message's bytes
 LOOK_S = 0.05
-MAX_BYTES = 4096  # a message has some hundred
+MAX_BYTES = 4096  # a message has a few hundred
 
 
 class Announcements(socketserver.ThreadingTCPServer):
-    """Listens at one network interface; `changed` is set when hosts have."""
+    """Listens at one network interface; `changed` is set when hosts have come or gone."""
 
     daemon_threads = True
 
     def __init__(self, interface: str) -> None:
         super().__init__((get_driver_ip([interface]), 0), _Receiver)
         self.key, self.changed = make_secret_key(), threading.Event()
-        # What the driver asks to be told, by Horovod's own coding.
+        # The address and key that the driver needs, in Horovod's encoding.
         self.for_driver: str = dumps_base64(({interface: [self.server_address]}, self.key))
         self.listen()
 
     def listen(self) -> None:
-        """Hear in a thread of its own what comes."""
+        """Receive messages in a separate thread."""
         self.thread = threading.Thread(target=self.serve_forever, args=(LOOK_S,), daemon=True)
         self.thread.start()
 
     def pause(self) -> None:
-        """End the thread; what comes waits."""
+        """End the thread; new messages wait until `listen`."""
         self.shutdown()
         self.thread.join()
 
 
 class _Receiver(socketserver.StreamRequestHandler):
     server: Announcements
-    timeout = 20.0  # as the driver's
+    timeout = 20.0  # as in the driver
 
     def handle(self) -> None:
         header = self.rfile.read(struct.calcsize(HEADER))

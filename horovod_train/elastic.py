@@ -1,11 +1,11 @@
-"""Hosts that come and go: what `horovodrun --host-discovery-script` starts in each slot.
+"""Hosts that come and go, under `horovodrun --host-discovery-script`.
 
-Horovod's driver starts one process a slot, and takes the whole host out of the job if that dies. So
-this process only watches, and another one of the same words trains. For all ranks a fault, or a
-change of hosts, is a start from the last checkpoint: each watcher ends its trainer, asks the driver
-for its slot's new place, which answers when all have asked or ended, and starts a trainer there,
-which knows nothing of this. What watchers tell each other is one word on the driver's server, which
-that forgets as it gives out places.
+Horovod's driver starts one process per slot, and removes the whole host from the job if that
+process dies. So this process only watches, and another one with the same arguments trains. After a
+fault or a change of hosts, all ranks start again from the last checkpoint: each watcher ends its
+trainer, asks the driver for the new place of its slot, and starts a trainer there. The driver
+answers when all slots have asked or ended. The trainer knows nothing of this. Watchers communicate
+through one word on the driver's server, which forgets it when it assigns places.
 """
 
 import os
@@ -22,24 +22,26 @@ from recipe.settings.config import parse_args
 from recipe.watch import own_world
 
 WORD = "/training/word"
-AGAIN, OVER, HOSTS = "again", "over", "hosts"  # begin again; end; begin again, but save first
-PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")  # as it answers
-# For ranks to find each other, and for the driver to hear of all: a little more than its own limit.
+AGAIN, OVER, HOSTS = "again", "over", "hosts"  # start again; end; start again, but save first
+# The numbers in the driver's answer.
+PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+# Time for ranks to find each other, and for all slots to ask: a little above the driver's limit.
 MEETING_S = 60 + int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
-ANOTHER_S = 1.0  # after an error: another rank's loss, of which its watcher tells, may be the cause
+# Wait after an error: its cause may be the loss of another rank, which that one's watcher reports.
+ANOTHER_S = 1.0
 
 
 def supervise() -> None:
-    """Under Horovod's elastic driver watch over a process that trains, and end with it; otherwise
-    return."""
+    """Under Horovod's elastic driver, watch a process that trains, and end with it. Return in the
+    process that trains, and in all other cases."""
     if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
         return
     world = own_world()
-    config = parse_args("horovod", world)  # its errors come at once
+    config = parse_args("horovod", world)  # reports errors at once
     if config.resume != "auto" or config.name is None:
         message = (
-            "error: horovodrun --host-discovery-script: a change of hosts is a start from the last "
-            "checkpoint; add --resume auto --name RUN"
+            "error: horovodrun --host-discovery-script: after a change of hosts the run starts "
+            "from the last checkpoint; add --resume auto --name RUN"
         )
         fail(world, message if world.is_first else "", exit_code=2)
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(MEETING_S))
@@ -50,14 +52,14 @@ def supervise() -> None:
         announcements = Announcements(os.environ["HOROVOD_GLOO_IFACE"])
         _request("PUT", f"/worker_addresses/{_slot()}", announcements.for_driver, MEETING_S)
         while True:
-            announcements.pause()  # a fork has one thread
+            announcements.pause()  # a process that forks should have one thread
             if nursery.start():
                 return
             announcements.listen()
             exit_code = _watch_over(nursery, announcements.changed)
             if exit_code is not None:
                 sys.exit(exit_code)
-            announcements.changed.clear()  # the new place takes account of it
+            announcements.changed.clear()  # the new place includes the change
             place = _ask_for_place()
             if place["HOROVOD_RANK"] == "-1":  # the slot is no longer in the job
                 sys.exit(0)
@@ -65,7 +67,7 @@ def supervise() -> None:
 
 
 def _watch_over(nursery: Nursery, changed: threading.Event) -> int | None:
-    """The exit code of the process that trains, or None if all ranks are to begin again."""
+    """Return the exit code of the process that trains, or None if all ranks must start again."""
     word = ""
     while nursery.wait(look_s(int(os.environ["HOROVOD_SIZE"]))) is None:
         if (word := _hear()) in (AGAIN, OVER):
@@ -79,7 +81,7 @@ def _watch_over(nursery: Nursery, changed: threading.Event) -> int | None:
     if word != OVER and nursery.is_lost(exit_code):
         _say(AGAIN)
         return None
-    if not word and exit_code not in (0, EXIT_SAVED):  # it has told an error
+    if not word and exit_code not in (0, EXIT_SAVED):  # it has reported an error
         time.sleep(ANOTHER_S)
         word = _hear() or OVER
         _say(word)
@@ -89,8 +91,8 @@ def _watch_over(nursery: Nursery, changed: threading.Event) -> int | None:
 
 
 def _request(method: str, path: str, body: str | None = None, timeout_s: float = 5.0) -> str:
-    """What the driver's server answers; "" where it has nothing. OSError or HTTPException if it is
-    gone."""
+    """Return the answer of the driver's server, "" if it has none. OSError or HTTPException if the
+    server is gone."""
     address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
     with closing(HTTPConnection(address, int(port), timeout=timeout_s)) as connection:
         connection.request(method, path, body)
@@ -105,7 +107,7 @@ def _hear() -> str:
 
 
 def _say(word: str) -> None:
-    with suppress(OSError, HTTPException):  # the driver is gone: no place will come from it, either
+    with suppress(OSError, HTTPException):  # the driver is gone, and will assign no place either
         _request("PUT", WORD, word)
 
 
@@ -114,14 +116,14 @@ def _slot() -> str:
 
 
 def _ask_for_place() -> dict[str, str]:
-    """The variables of this slot's place, when the driver has heard of all others. UserError if
-    none comes."""
-    try:  # once only: who asks twice is counted twice
+    """Return the variables of this slot's new place, once the driver has heard from all slots.
+    UserError if it assigns none."""
+    try:  # only once: the driver would count a second request as another slot
         numbers = _request("GET", f"/rank_and_size/{_slot()}", timeout_s=MEETING_S)
     except (OSError, HTTPException) as error:
         raise UserError(
-            f"horovodrun's driver has given no new place ({error}): it is gone, or waits for "
-            "another host that is; start it again"
+            f"horovodrun's driver has assigned no new place ({error}): it is gone, or waits for "
+            "a host that is gone; start it again"
         ) from None
     return {
         f"HOROVOD_{name}": number for name, number in zip(PLACE, numbers.split(","), strict=True)

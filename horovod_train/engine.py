@@ -1,4 +1,4 @@
-"""Horovod, or a clear error where it cannot be imported, and what its start asks for beside
+"""Import Horovod, or report clearly why that failed, and do what its start needs beside
 `hvd.init()`."""
 
 import os
@@ -19,22 +19,22 @@ except ImportError as error:
     build = "python horovod_train/build_horovod.py"
     fail(read_world(), f"error: Horovod cannot be imported ({error}); build it: {build}")
 
-# Which of its transports Horovod uses: for what its ranks agree on, and for the gradients.
+# The variables that select Horovod's transports: for its controller, and for the gradients.
 SELECTORS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
-# What makes of a gradient what is sent, by --wire-format.
+# How a gradient is converted before it is sent, by --wire-format.
 COMPRESSION = {"fp32": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 POLL_SECONDS = 0.0002  # an exchange takes a hundred times as long
 
 
 def prepare(config: Config, world: World) -> None:
-    """Set the variables that `hvd.init()` reads. UserError where what started this process, or this
-    build of Horovod, lacks the transport that was asked for."""
+    """Set the variables that `hvd.init()` reads. UserError if the launcher, or this build of
+    Horovod, lacks the requested transport."""
     watch.begin("meeting the other ranks")
     prepare_mpi(world)
     if config.profile_steps:
-        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # or hvd.start_timeline refuses
+        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # else hvd.start_timeline fails
     if config.deterministic:
-        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # what is fused is a matter of timing
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # which gradients fuse depends on timing
     if config.transport in ("gloo", "mpi"):
         _ask_for(config.transport, world)
 
@@ -45,10 +45,10 @@ def _ask_for(transport: str, world: World) -> None:
         (not is_built, f"--transport {transport}: this Horovod was built without it; build it "
          "again: python horovod_train/build_horovod.py"),
         (transport == "mpi" and world.launcher == "horovodrun",  # over MPI it is mpirun
-         f"--transport mpi: {world.started_by.shown} started this process, and no ranks of MPI; "
-         "start it with mpirun or horovodrun --mpi"),
+         f"--transport mpi: {world.started_by.shown} started this process, not MPI; start it with "
+         "mpirun or horovodrun --mpi"),
     )  # fmt: skip
-    for name in SELECTORS:  # Horovod itself crashes where it sums over another than it agrees by
+    for name in SELECTORS:  # Horovod crashes if its controller and its sums use different ones
         if os.environ.setdefault(name, transport).lower() != transport:
             raise UserError(f"--transport {transport}: {name} says otherwise; unset it")
     if transport == "gloo" and world.started_by.starts_mpi:
@@ -56,14 +56,15 @@ def _ask_for(transport: str, world: World) -> None:
 
 
 def meet_through_mpi(world: World) -> None:
-    """Set the variables by which Horovod's ranks find each other; rank 0 serves them until it ends.
-    UserError where MPI cannot carry the server's address, or other hosts would not reach it.
+    """Set the variables through which Horovod's ranks find each other. For them rank 0 runs a small
+    server until it ends. UserError if MPI cannot send the server's address, or if other hosts would
+    not reach it.
 
-    Horovod 0.28.1 crashes in its first all-reduce if MPI is what its ranks agree by and Gloo what
-    sums. So Gloo does both, as under horovodrun --gloo: ranks read their place in the world from
-    variables, and find each other through a small server.
+    Horovod 0.28.1 crashes in its first all-reduce if its controller uses MPI and its sums use Gloo.
+    So Gloo does both, as under horovodrun --gloo: ranks read their place in the world from
+    variables, and find each other through the server.
     """
-    from horovod.runner.common.util.hosts import SlotInfo  # slow, as what follows
+    from horovod.runner.common.util.hosts import SlotInfo  # here: these imports are slow
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     from recipe import meeting
@@ -71,7 +72,7 @@ def meet_through_mpi(world: World) -> None:
     comm = meeting.start_mpi(world, "start it with horovodrun --gloo").COMM_WORLD
     meeting.prepare_gloo(world)
     meeting.refuse_unknown_interfaces("HOROVOD_GLOO_IFACE")
-    # Those with the same local rank, one of each host.
+    # The ranks with the same local rank, one per host.
     peers = [rank for rank, local in enumerate(comm.allgather(world.local_rank))
              if local == world.local_rank]  # fmt: skip
     slot = SlotInfo(
@@ -88,8 +89,8 @@ def meet_through_mpi(world: World) -> None:
     if world.is_first:
         host, listens_at = meeting.server_address(world)
         server = RendezvousHTTPServer((listens_at, 0), RendezvousHandler, 0)
-        server.daemon_threads = True  # nothing of it outlives this process
-        server.init([SlotInfo(**one) for one in slots])  # it came as JSON
+        server.daemon_threads = True  # they do not keep this process alive
+        server.init([SlotInfo(**fields) for fields in slots])  # gathered as JSON
         Thread(target=server.serve_forever, daemon=True).start()
         address = host, server.server_port
     host, port = comm.bcast(address, root=0)
@@ -101,17 +102,17 @@ def meet_through_mpi(world: World) -> None:
 
 
 def refuse_lone_copies(world: World) -> None:
-    """UserError if Horovod found another number of ranks than the launcher has started."""
+    """Raise UserError if Horovod found another number of ranks than the launcher has started."""
     if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
         raise UserError(message)
 
 
 def check_transport(config: Config, world: World, device: torch.device) -> str:
-    """What carries the gradients, by what Horovod says of itself: NCCL, MPI or Gloo.
+    """Return what carries the gradients, as Horovod reports it: NCCL, MPI or Gloo.
 
-    UserError for ranks that did not find each other, for another transport than --transport names,
-    for Adasum without MPI, and on GPUs for a synchronised BatchNorm in fp16 and for a Horovod that
-    was built for CPUs, which aborts at the first tensor on a GPU.
+    UserError if the ranks did not find each other, if the transport is not that of --transport, and
+    for Adasum without MPI. On GPUs also for a synchronised BatchNorm in fp16, and for a Horovod
+    that was built for CPUs: it would abort at the first tensor on a GPU.
     """
     refuse_lone_copies(world)
     wanted, on_gpu = config.transport, device.type == "cuda"
@@ -119,12 +120,12 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     by_nccl = on_gpu and hvd.nccl_built()
     refuse(
         (config.use_adasum and not hvd.mpi_enabled(),
-         "--use-adasum: needs MPI, not Gloo: start it by horovodrun --mpi or mpirun"),
-        (on_gpu and is_half and config.batch_norm == "sync",  # it counts images in fp32
+         "--use-adasum: needs MPI, not Gloo: start it with horovodrun --mpi or mpirun"),
+        (on_gpu and is_half and config.batch_norm == "sync",  # Horovod's counts images in fp32
          "--batch-norm sync: Horovod's, on GPUs, has no fp16 statistics; add "
          "--keep-batchnorm-fp32 True, or use average"),
         (by_nccl and wanted in ("gloo", "mpi"),
-         f"--transport {wanted}: this Horovod sends what lies on GPUs by NCCL; use nccl, or add "
+         f"--transport {wanted}: this Horovod sends tensors on GPUs by NCCL; use nccl, or add "
          "--no-cuda"),
         (wanted == "nccl" and not by_nccl,
          "--transport nccl: this Horovod has no NCCL: make setup NCCL=1"),
@@ -135,18 +136,18 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
         return "NCCL"
     if on_gpu and world.is_first:
         print("warning: this Horovod has no NCCL, gradients go through the CPU: make setup NCCL=1")
-    # With both (one passes messages, the other the gradients) Horovod tries Gloo first: see
-    # CreateOperationManager in its operations.cc.
+    # If both are enabled (one for the controller, the other for gradients) Horovod tries Gloo
+    # first: see CreateOperationManager in its operations.cc.
     return "Gloo" if hvd.gloo_enabled() else "MPI"
 
 
 def waiting_asleep(optimizer: Any, config: Config, device: torch.device) -> Any:
-    """A `hvd.DistributedOptimizer` whose `synchronize`, wherever it is called, sleeps until the
-    gradients are there, on a CPU and unless --no-sleeping-poll is given.
+    """Make the `synchronize` of a `hvd.DistributedOptimizer` sleep while it waits for gradients, on
+    a CPU and unless --no-sleeping-poll is given. Return the optimizer.
 
-    Horovod itself asks again and again and only yields its core in between (WaitAndClear in its
-    torch/mpi_ops_v2.cc): that takes cores from the threads which carry and add up the gradients,
-    this rank's and the others' of its host.
+    Horovod itself polls in a loop and only yields its core in between (WaitAndClear in its
+    torch/mpi_ops_v2.cc). That takes cores from the threads that send and add up the gradients, of
+    this rank and of the others on its host.
     """
     synchronize = optimizer.synchronize
 

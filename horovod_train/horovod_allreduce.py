@@ -1,8 +1,8 @@
-"""Measure Horovod's allreduce.
+"""Measure Horovod's all-reduce.
 
     horovodrun -np 2 python horovod_train/horovod_allreduce.py --sizes 4096 67108864
 
-compare/collectives.py starts this and its like, and compares them.
+compare/collectives.py starts this script and those of the other engines, and compares them.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from recipe.world import World, prepare_mpi
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], None]:
-    """What sums the tensors, as DistributedOptimizer does it. Each has a name that stays: Horovod
-    keeps what its ranks agreed on by name, and would negotiate a new name anew."""
+    """Return a function that sums the tensors as DistributedOptimizer does. Each tensor keeps its
+    name: Horovod caches by name what its ranks have agreed on, and negotiates each new name."""
     compression = COMPRESSION[wire]
     count = sum(tensor.numel() for tensor in tensors)
     names = [f"{wire}.{count}.{index}of{len(tensors)}" for index in range(len(tensors))]
@@ -38,7 +38,7 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], N
 
 
 def connect(options: argparse.Namespace, world: World) -> Backend:
-    """Let the ranks meet as in a training."""
+    """Connect the ranks as in training."""
     device = choose_device(Config(cuda=options.cuda), world)
     prepare_mpi(world)
     hvd.init()

@@ -2,8 +2,8 @@
 
     horovodrun -np 8 -H node0:4,node1:4 python horovod_train/train.py --data IMAGENET
 
-`diff horovod_train/train.py ddp_train/train.py` shows all that the two engines ask for
-differently. What knows no engine is in recipe/.
+`diff horovod_train/train.py ddp_train/train.py` shows everything that the two engines do
+differently. Code that does not depend on the engine is in recipe/.
 """
 
 from horovod_train.elastic import supervise
@@ -16,7 +16,7 @@ from recipe.world import World
 ENGINE = "horovod"
 
 if __name__ == "__main__":  # before torch is loaded
-    supervise()  # where lost ranks are started anew, another process of these words trains
+    supervise()  # if lost ranks are to be replaced, this process watches and another one trains
     config, world = start(ENGINE)
 
 import sys
@@ -42,7 +42,7 @@ from recipe.training.wire_trial import settle_wire_format
 
 
 def main(config: Config, world: World, hooks: Hooks) -> int:
-    """Train, or only evaluate, as `config` says; the exit code. Every rank calls this."""
+    """Train, or only evaluate, by `config`, and return the exit code. Every rank calls this."""
     data = open_data(config, hooks.epoch_images)
     device = choose_device(config, world)
 
@@ -52,11 +52,11 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     transport = check_transport(config, world, device)
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-        """For figures, not gradients: the ranks' values added up, in the memory where they are."""
+        """Add up the ranks' values (metrics, not gradients); the sum stays on their device."""
         return hvd.allreduce(values, op=hvd.Sum, name="figures")
 
     def from_rank_0(values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values, on each rank."""
+        """Return rank 0's values on every rank."""
         return hvd.broadcast(values, root_rank=0, name="from_rank_0")
 
     ranks = Ranks(world, sum_over_ranks, from_rank_0)
@@ -72,12 +72,12 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     scaler = build_scaler(config, device)
     # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size
-    if config.use_adasum:  # makes up for the others' batches, but for those NCCL averages first
+    if config.use_adasum:  # it accounts for other ranks' batches, except those NCCL averages first
         lr_scale = config.batches_per_allreduce * (world.local_size if transport == "NCCL" else 1)
-    predivide = config.gradient_predivide_factor or world.size  # as DDP: it keeps fp16 finite
+    predivide = config.gradient_predivide_factor or world.size  # as DDP: no overflow in fp16
 
     def distribute(model: nn.Module, config: Config) -> tuple:
-        """Network and optimizer, with rank 0's weights; gradients are averaged during backward."""
+        """Return network and optimizer: rank 0's weights, gradients averaged during backward."""
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         distributed = hvd.DistributedOptimizer(
             build_optimizer(model, config),

@@ -146,7 +146,7 @@ def fake_torch(
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
-    with pytest.raises(BuildError, match=rf"missing .*: {tmp_path}/g\+\+\. .* version 11"):
+    with pytest.raises(BuildError, match=rf"missing .*: {tmp_path}/g\+\+\. .* g\+\+ 11"):
         build_horovod.gather_facts(argparse.Namespace(mpi="none", nccl=False))
 
 
@@ -204,7 +204,7 @@ def test_nccl_and_toolkit(monkeypatch, tmp_path):
     built, toolkit, _ = find(True, fake_torch(cuda="13.1"))  # not what this toolkit is of
     assert toolkit is None and built["cuda"] == "13.1 from wheels"
     for cuda in (None, "12.6"):
-        with pytest.raises(BuildError, match=rf"torch's CUDA {cuda}: for 13 and newer from wheels"):
+        with pytest.raises(BuildError, match=rf"torch's CUDA {cuda}: it comes from wheels"):
             find(True, fake_torch(cuda=cuda))
 
 

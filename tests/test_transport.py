@@ -61,7 +61,7 @@ def test_transport_of_ddp(
 @pytest.mark.parametrize(
     ("launcher", "device", "level", "size", "said"),
     [
-        ("torchrun", CPU, 3, 2, "torchrun started this process, and no ranks of MPI; .* mpirun or"),
+        ("torchrun", CPU, 3, 2, "torchrun started this process, not MPI; .* mpirun or"),
         ("horovodrun", CPU, 3, 2, "horovodrun over Gloo started .* horovodrun --mpi$"),
         ("mpirun", GPU, 3, 2, "is on GPUs; use nccl, or add --no-cuda"),
         ("mpirun", CPU, 2, 2, "Open MPI v4.1.8 gives MPI_THREAD_SERIALIZED, .* MPI_THREAD_MULTIPL"),
@@ -153,7 +153,7 @@ def test_a_horovod_for_gpus_without_nccl_is_warned_of(engine: Any, capsys: Any) 
     ("wanted", "launcher", "horovod", "device", "said"),
     [
         ("auto", "horovodrun", {"enabled": "gloo", "adasum": True}, CPU,
-         "--use-adasum: needs MPI, not Gloo: start it by horovodr"),
+         "--use-adasum: needs MPI, not Gloo: start it with horovodr"),
         ("mpi", "horovodrun", {}, CPU, "horovodrun over Gloo .* mpirun or horovodrun --mpi$"),
         ("mpi", "mpirun", {"built": "gloo"}, CPU, "was built without it; build it again"),
         ("mpi", "mpirun", {"enabled": "mpi", "nccl": True}, GPU, "by NCCL; use nccl, or add --no"),

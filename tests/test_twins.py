@@ -27,7 +27,7 @@ REASONS = {
     ),
     "rank 0's values": ("hvd.broadcast(", "dist.broadcast(", "return values"),
     "SyncBatchNorm": ("SyncBatchNorm",),
-    "Adasum's learning rate": ("if config.use_adasum:  # makes up", "lr_scale ="),
+    "Adasum's learning rate": ("if config.use_adasum:  # it accounts", "lr_scale ="),
     "Horovod's optimizer": (
         "predivide", "hvd.broadcast_parameters(", "hvd.DistributedOptimizer(",
         "build_optimizer(model, config),", "named_parameters=", "COMPRESSION",
