@@ -1,25 +1,26 @@
-"""A hybrid: the network's trunk is trained by DDP, its last layer lives on a parameter server.
+"""A hybrid: DDP trains the network's trunk, and its last layer is on a parameter server.
 
     torchrun --nproc-per-node 3 baselines/ddp_with_rpc.py
 
 The last rank is the server, the others are trainers. A trainer computes the features of its images,
-and calls the server for the last layer's output by RPC. Distributed autograd notes the call, and
-its backward pass goes through the server and back: there it leaves the layer's gradient, here DDP
-averages the trunk's among the trainers as usual. At the end of a step the server has one gradient
-of each trainer. It averages them too, and makes one update, for which all wait.
+and gets the last layer's output from the server by RPC. Distributed autograd records the call, and
+its backward pass goes through the server and back: the gradient of the last layer stays on the
+server, and DDP averages the trunk's gradients among the trainers as usual. At the end of a step the
+server has one gradient from each trainer. It averages them and makes one update, for which all
+trainers wait.
 
-Use it where one layer is too large for each worker and most of its values are of no use to a batch:
-the embeddings of recommender systems and language models, or a classifier of millions of classes.
-The features travel instead of that layer's gradients.
+Use it if one layer is too large for a worker, and a batch needs only a few of its values: the
+embeddings of recommender systems and language models, or a classifier with millions of classes.
+Features are sent instead of that layer's gradients.
 
 It costs a rank that does not train, and a trainer waits for the server in the middle of each step.
 For a layer as small as ImageNet's classifier plain DDP is faster.
 
-RPC pickles what it sends, so whoever reaches its ports can run any code. It listens at the loopback
-interface on one host, and else at the one that GLOO_SOCKET_IFNAME names.
+RPC pickles what it sends, so anyone who can reach its ports can run any code. On one host it
+listens at the loopback interface, otherwise at the interface that GLOO_SOCKET_IFNAME names.
 
 With two trainers the weights are bit-equal to those of ddp_train/train.py with two workers, and
-with one to single_process.py. With more, only the order of additions in the last layer is another.
+with one to single_process.py. With more, only the order of additions in the last layer differs.
 """
 
 from recipe.errors import refuse
@@ -46,35 +47,35 @@ from recipe.training.state import Trainables
 
 # -- On the server ---------------------------------------------------------------------------------
 def begin(*kept: object) -> None:
-    """Keep the last layer, and what changes it, which a trainer sends."""
+    """Take the last layer and its optimizer, which a trainer sends."""
     global head, optimizer
     head, optimizer = kept
 
 
 def classify(features: torch.Tensor) -> torch.Tensor:
-    """The last layer's output [N, classes]."""
+    """Return the last layer's output [N, classes]."""
     return head(features)
 
 
 def update_head(contexts: list[int], rate: float) -> None:
     """Make one update by the mean of the gradients in the trainers' contexts of this step."""
-    # In their order: the sum has the same bits in each run.
+    # Added up in a fixed order, so that the sum has the same bits in each run.
     gradients = [autograd.get_gradients(context) for context in contexts]
     for weight in head.parameters():
-        weight.grad = sum(of_one[weight] / len(contexts) for of_one in gradients)
+        weight.grad = sum(gradient[weight] / len(contexts) for gradient in gradients)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
 
 
 def head_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
-    """A copy of the last layer and its momentum, for whoever asks by RPC."""
+    """Return the last layer and its optimizer; RPC sends the caller a copy."""
     return head, optimizer
 
 
 # -- On the trainers -------------------------------------------------------------------------------
 class TrunkTrainer(Rung):
-    """What a trainer does together with the server."""
+    """The part of a trainer that involves the server."""
 
     name, servers, has_remote_calls, is_for_cpu = "ddp_with_rpc", 1, True, True
     lacks = (
@@ -83,28 +84,29 @@ class TrunkTrainer(Rung):
     )  # fmt: skip
 
     def distribute(self) -> None:
-        """Send the last layer to the server; let DDP train the others."""
+        """Send the last layer to the server; DDP trains the other layers."""
         model, state = self.model, self.optimizer.state
         refuse((
             not isinstance(getattr(model, "fc", None), nn.Linear),
-            f"--arch {self.config.arch}: this script takes a network's layer `fc` apart, which "
-            "it lacks; choose a resnet, regnet or shufflenet",
+            f"--arch {self.config.arch}: this script needs a network whose last layer is `fc`; "
+            "choose a resnet, regnet or shufflenet",
         ))  # fmt: skip
         if self.world.is_first:
             optimizer = build_optimizer(model.fc, self.config)
             optimizer.state.update((w, state[w]) for w in model.fc.parameters() if w in state)
             rpc.rpc_sync(self.server, begin, args=(model.fc, optimizer))
         self.step = ExitStack()
-        trunk = copy.copy(model)  # of the same layers
+        trunk = copy.copy(model)  # shares the model's layers
         trunk._modules = {**model._modules, "fc": nn.Identity()}
         self.weights = list(trunk.parameters())
-        # BatchNorm's statistics travel as --batch-norm says.
+        # BatchNorm's statistics are exchanged by --batch-norm.
         self.network = DistributedDataParallel(trunk, broadcast_buffers=False)
 
     def forward_backward(
         self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
-        """The trunk here, the last layer there, and back; gradients stay in the step's context."""
+        """Run the trunk here and the last layer on the server, forward and backward. The gradients
+        stay in the step's context."""
         self.context = self.step.enter_context(autograd.context())
         outputs = rpc.rpc_sync(self.server, classify, args=(self.network(images),))
         loss = self.criterion(outputs, targets)
@@ -115,20 +117,20 @@ class TrunkTrainer(Rung):
 
     def update(self, rate: float) -> None:
         """Update the trunk here while the server updates the last layer."""
-        with self.step:  # at its end all forget the context
+        with self.step:  # at its end all ranks discard the context
             contexts = self.ranks.gather(self.context)
             if self.world.is_first:
                 done = rpc.rpc_async(self.server, update_head, args=(contexts, rate))
             gradients = autograd.get_gradients(self.context)
             for weight in self.weights:
                 weight.grad = gradients[weight]
-            self.optimizer.step()  # without the last layer, which has no gradient here
+            self.optimizer.step()  # skips the last layer, which has no gradient here
             if self.world.is_first:
                 done.wait()
-            dist.barrier()  # before one of them asks for the last layer's next output
+            dist.barrier()  # before any trainer uses the updated last layer
 
     def whole(self) -> Trainables:
-        """The network with the server's last layer, and its momentum."""
+        """Return the network with the server's last layer and momentum."""
         head, optimizer = rpc.rpc_sync(self.server, head_and_optimizer)
         for mine, theirs in zip(self.model.fc.parameters(), head.parameters(), strict=True):
             mine.data.copy_(theirs.data)

@@ -2,21 +2,21 @@
 
     torchrun --nproc-per-node 2 baselines/fsdp.py
 
-Each Sequential of the network (of a ResNet its layers 1 to 4) is a group; the rest is one more.
-Before a group computes, the ranks gather its weights from each other; afterwards they drop what is
-not theirs. In the backward pass they gather again, and each rank gets the average of that part of
-the gradients whose weights it holds. The optimizer sees its rank's part alone. The script prints
-what each rank holds.
+Each Sequential of the network (a ResNet's layers 1 to 4) is a group, and all other layers are one
+more group. Before a group computes, the ranks gather its weights from each other; afterwards each
+rank drops the parts that are not its own. In the backward pass they gather again, and each rank
+gets the averaged gradients of its part of the weights. Its optimizer updates only this part. The
+script prints what each rank holds.
 
-Use it where a network does not fit a GPU with its gradients and its optimizer. It costs half as
-many bytes again as DDP: weights are gathered twice and gradients sent once, where DDP's all-reduce
-sends as much as two of these. A network that fits is as a rule faster under DDP.
+Use it if a network with its gradients and optimizer state does not fit a GPU. It sends 1.5 times as
+many bytes as DDP: weights are gathered twice and gradients are sent once, while DDP's all-reduce
+costs as much as two of these. A network that fits usually trains faster under DDP.
 
-A checkpoint is made whole: it is the same file as the trainers', and each can go on from the
-other's. Here every rank has the whole network on its device while it is evaluated or kept; what
-does not fit even so needs torch.distributed.checkpoint, and an evaluation in shards.
+Checkpoints are unsharded: the file is the same as the trainers', and each can resume from the
+other's. While the network is evaluated or saved, every rank has all of it on its device. A network
+too large for that needs torch.distributed.checkpoint, and a sharded evaluation.
 
-The weights are those of ddp_train but for rounding. torch's fused SGD does not take sharded
+The weights equal those of ddp_train except for rounding. torch's fused SGD does not accept sharded
 weights, and the plain one rounds more often (torch 2.14.1). Also, with more than two ranks the
 gradients may be added up in another order, and --clip-grad-norm adds up the norm in parts.
 """
@@ -25,8 +25,8 @@ from recipe.errors import leave
 from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
-    # Exchanges of sharded weights can outlive their process group, and Python's own end may then
-    # abort (pytorch pull request 179291).
+    # Exchanges of sharded weights can outlive their process group, and Python may then abort when
+    # it exits (pytorch pull request 179291).
     run_script(__file__, end=leave)
 
 import torch
@@ -54,13 +54,13 @@ class Sharded(Rung):
     """Each rank holds its shard of everything."""
 
     name = "fsdp"
-    # Each would need code of its own for sharded weights; and no two ranks hold the same ones.
+    # Each of these would need extra code for sharded weights; and no two ranks hold the same ones.
     lacks = (
         "model_ema", "precision fp16", "loss_scale", "optimizer", "compile", "weight_check_steps",
     )  # fmt: skip
 
     def distribute(self) -> None:
-        """Shard the network, which becomes another one in place, and a checkpoint's momentum."""
+        """Shard the network in place, and the momentum of a checkpoint."""
         kept = get_optimizer_state_dict(self.model, self.optimizer) if self.optimizer.state else {}
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         for child in self.model.children():
@@ -71,12 +71,13 @@ class Sharded(Rung):
         if kept:
             set_optimizer_state_dict(self.model, self.optimizer, kept, options=WHOLE)
         for group in self.optimizer.param_groups:
-            group["fused"] = None  # it does not take sharded weights; on GPUs: in groups
+            group["fused"] = None  # fused takes no sharded weights; GPUs then use grouped kernels
 
     def whole(self) -> Trainables:
-        """A copy of network and optimizer, whole on every rank; the buffers are no copies."""
+        """Return an unsharded copy of network and optimizer on every rank; the network's buffers
+        are not copies."""
         weights, state = get_state_dict(self.model, self.optimizer, options=WHOLE)
-        with torch.device("meta"):  # no values: the gathered ones take their place
+        with torch.device("meta"):  # without values: the gathered ones are assigned below
             model = build_model(self.config, self.data.num_classes, download=False)
         model.load_state_dict(weights, assign=True)
         optimizer = build_optimizer(model, self.config)
@@ -84,7 +85,7 @@ class Sharded(Rung):
         return Trainables(model, optimizer, self.scaler, None)
 
     def measured(self) -> RungFigures:
-        """The memory of each rank."""
+        """Return the memory of each rank."""
         return self.memory_by_rank(self.optimizer)
 
 

@@ -2,17 +2,17 @@
 
     torchrun --nproc-per-node 2 baselines/model_parallel.py
 
-Each rank has two GPUs. Where the network passes from one to the other, a hook moves what it has
-computed so far; autograd brings the gradients back the same way. Each such pair is a worker under
-DDP. The script prints what each half takes.
+Each rank has two GPUs. Where the network passes from one to the other, a hook moves the
+activations; autograd brings the gradients back the same way. Each pair of GPUs is a worker under
+DDP. The script prints the memory of each half.
 
-Use it for a network that does not fit one GPU, and then only as the step before a pipeline: one of
-the two GPUs waits while the other computes, so that two together are no faster than one. It costs
-those waits, and copies of what passes the border.
+Use it for a network that does not fit one GPU, and only as a step towards a pipeline: one of the
+two GPUs always waits for the other, so both together are no faster than one. It costs these waits,
+and the copies between the GPUs.
 
-Without GPUs both halves are on the CPU, and the script says so: all works alike, and nothing is
-gained. The weights are bit-equal to those of ddp_train, as the same kernels compute the same
-numbers, wherever they are.
+Without GPUs both halves are on the CPU, and the script says so: it works in the same way, but
+brings no advantage. The weights are bit-equal to those of ddp_train, because the same kernels
+compute the same numbers on either device.
 """
 
 from recipe.errors import refuse
@@ -30,9 +30,9 @@ from recipe.training.model import build_optimizer
 
 
 def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
-    """Put the later blocks of a network, which hold the second half of its weights, on the second
-    device; what each device holds then, in words. They are taken to compute in the order in which
-    they stand, as those of torchvision's networks do."""
+    """Move the later blocks of a network, which hold the second half of its weights, to the second
+    device. Return a text that says what each device holds. Blocks must compute in the order in
+    which they are listed, as in torchvision's networks."""
     size = sum(weight.numel() for weight in model.parameters())
     before = 0
     blocks = [
@@ -41,12 +41,12 @@ def split(model: nn.Module, first: torch.device, second: torch.device) -> str:
         for block in (child if isinstance(child, nn.Sequential) else [child])
     ]
     for block in blocks:
-        own = sum(weight.numel() for weight in block.parameters())
+        block_size = sum(weight.numel() for weight in block.parameters())
         if 2 * before < size:
-            before += own
+            before += block_size
             continue
         block.to(second)
-        block.register_forward_pre_hook(lambda _, inputs: tuple(one.to(second) for one in inputs))
+        block.register_forward_pre_hook(lambda _, inputs: tuple(x.to(second) for x in inputs))
     model.register_forward_hook(lambda _, __, outputs: outputs.to(first))  # the targets are there
     return f"{4 * before / 1e6:.2f} MB on {first}, {4 * (size - before) / 1e6:.2f} MB on {second}"
 
@@ -67,9 +67,9 @@ class TwoDevices(Rung):
                 f"each rank needs two GPUs, and one on {self.world.host} sees {number}: start "
                 "fewer ranks, or pass --no-cuda",
             ))  # fmt: skip
-            # A rank may see its own two alone; whether two ranks share one is checked later.
-            own = 2 * (self.world.local_rank % (number // 2))
-            self.device, self.second = torch.device("cuda", own), torch.device("cuda", own + 1)
+            # A rank may see only its own two GPUs. That no two ranks share one is checked later.
+            first = 2 * (self.world.local_rank % (number // 2))
+            self.device, self.second = torch.device("cuda", first), torch.device("cuda", first + 1)
             self.devices = [self.device, self.second]
             torch.cuda.set_device(self.device)
 
@@ -81,9 +81,9 @@ class TwoDevices(Rung):
                 print(f"{self.name}: without GPUs both halves of the network are on the CPU")
             print(f"weights of a worker: {halves}")
         kept = self.optimizer.state_dict()
-        self.optimizer = build_optimizer(self.model, self.config)  # of them where they are now
+        self.optimizer = build_optimizer(self.model, self.config)  # for weights on both devices
         self.optimizer.load_state_dict(kept)
-        # BatchNorm's statistics travel as --batch-norm says.
+        # BatchNorm's statistics are exchanged by --batch-norm.
         self.network = DistributedDataParallel(
             self.model, broadcast_buffers=False
         )  # no device_ids: there are two

@@ -1,9 +1,9 @@
-"""The floor: the same training with nothing but mpi4py's Allreduce in the place of an engine.
+"""The lower bound for an engine: the same training with only mpi4py's Allreduce in its place.
 
     mpirun -np 2 python baselines/mpi4py_train.py
 
-When the backward passes of a step are over, one message averages all gradients: nothing hides
-behind computation. An engine that is not faster than this is not worth its installation.
+After the backward passes of a step one message averages all gradients, so communication does not
+overlap with computation. An engine that is not faster than this is not worth installing.
 """
 
 from recipe.start import run_script
@@ -22,7 +22,7 @@ from recipe.training.metrics import Sums
 
 
 class PlainMPI(Rung):
-    """The gradients are averaged by hand, over any launcher that starts MPI's ranks."""
+    """Averages the gradients directly by MPI, under any launcher that starts MPI's ranks."""
 
     name, transport, launcher, has_group, is_for_cpu = "mpi4py", "MPI", None, False, True
     has, lacks = ("transport",), ("transport gloo", "transport nccl")
@@ -35,7 +35,7 @@ class PlainMPI(Rung):
     def forward_backward(
         self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
-        """As in one process; then the gradients become the averages over ranks."""
+        """Compute gradients as in one process, then average them over ranks."""
         sums = super().forward_backward(images, targets, sync_gradients, lap)
         if sync_gradients:
             weights = [w for group in self.optimizer.param_groups for w in group["params"]]
@@ -46,13 +46,13 @@ class PlainMPI(Rung):
         return sums
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """The ranks' values added up, in a new tensor."""
+        """Return the sum of the ranks' values, in a new tensor."""
         total = values.clone()
         self.comm.Allreduce(self.in_place, total.numpy())
         return total
 
     def from_rank_0(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values, on each rank."""
+        """Return rank 0's values on every rank."""
         self.comm.Bcast(values.numpy())
         return values
 

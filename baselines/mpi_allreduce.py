@@ -1,9 +1,9 @@
-"""The first rung: MPI's own allreduce, called through mpi4py, with no engine above it.
+"""Measure MPI's own all-reduce, called through mpi4py, without an engine.
 
     mpirun -np 2 python baselines/mpi_allreduce.py --sizes 4096 67108864
 
-What Horovod takes longer over MPI than this, is Horovod's. compare/collectives.py starts this and
-its like, and compares them.
+The time that Horovod over MPI needs beyond this is Horovod's overhead. compare/collectives.py
+starts this script and those of the engines, and compares them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from mpi4py import MPI  # its import initialises MPI
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], object]:
-    """What sums the tensors' memory, in place: many of them as non-blocking allreduces."""
+    """Return a function that sums the tensors in place; several by non-blocking all-reduces."""
     assert wire == "fp32", wire
     comm = MPI.COMM_WORLD
     arrays = [tensor.numpy() for tensor in tensors]
@@ -33,14 +33,14 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], o
 
 
 def connect(options: argparse.Namespace, world: World) -> Backend:
-    """Check that MPI has started the ranks."""
+    """Check that MPI started the ranks."""
     if message := lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun"):
         raise UserError(message)
     library = MPI.Get_library_version().split(",")[0].strip("\0")
     return Backend(
         name="mpi4py",
         transport="MPI",
-        device=torch.device("cpu"),  # also where there are GPUs: not every MPI knows their memory
+        device=torch.device("cpu"),  # even with GPUs: not every MPI can access their memory
         versions={"mpi4py": metadata.version("mpi4py"), "mpi": library},
         wires=("fp32",),  # MPI has no sum of 16-bit floating-point numbers
         prepare=prepare,

@@ -1,26 +1,25 @@
-"""Average the weights now and then, not the gradients in each step: local SGD.
+"""Local SGD: average the weights every few steps instead of the gradients in each step.
 
     torchrun --nproc-per-node 2 baselines/parameter_averaging.py
 
-Each rank trains by itself, and every PERIOD steps the ranks average their weights. It begins after
-a warm-up, in which gradients are averaged in each step as under DDP: "post-local" SGD (Lin et al.
-2018, arXiv 1808.07217), since ranks that part before the weights have settled end in places whose
-average is no good. The warm-up is that of the learning rate, --warmup-epochs; 0 makes it local from
-the first step.
+Each rank trains by itself, and every PERIOD steps the ranks average their weights. This begins
+after a warm-up, in which gradients are averaged in each step as under DDP: "post-local" SGD (Lin et
+al. 2018, arXiv 1808.07217). If ranks trained separately before the weights have settled, the
+average of their weights would be no good. The warm-up is that of the learning rate,
+--warmup-epochs; with 0 the ranks train separately from the first step.
 
-Use it where the network is so slow that its share of a step cannot be hidden: the bytes on the wire
-go down to 1/PERIOD. It costs accuracy, more of it the longer the period and the larger the rate,
-and what a run learns depends on PERIOD.
+Use it if the network is so slow that communication cannot be hidden: the ranks send 1/PERIOD of the
+bytes. It costs accuracy, and more with a longer period and a larger learning rate; what a run
+learns depends on PERIOD.
 
-During the warm-up the weights are bit-equal to those of ddp_train. Afterwards they are another
-training's: each rank takes PERIOD steps along its own gradients, with a momentum of its own. Before
-an evaluation and a checkpoint the ranks average both, so that a run that goes on from a checkpoint
-does what it would have done.
+During the warm-up the weights are bit-equal to those of ddp_train. Afterwards the training differs:
+each rank makes PERIOD steps with its own gradients and momentum. Before an evaluation or a
+checkpoint the ranks average both, so a resumed run continues exactly.
 """
 
 from recipe.start import run_script
 
-PERIOD = 4  # steps from one average to the next
+PERIOD = 4  # steps between two averages
 
 if __name__ == "__main__":  # before torch is loaded
     run_script(__file__)
@@ -43,21 +42,21 @@ from recipe.training.state import Trainables
 
 
 class LocalSGD(Rung):
-    """Gradients are averaged until the warm-up is over, then weights."""
+    """Averages gradients until the warm-up is over, then weights."""
 
     name = "parameter_averaging"
-    # Each rank would have a moving average of its own, and leave out its own steps; it is SGD's
-    # state that is averaged; and its warm-up is counted in steps of one size.
+    # Each rank would have a different moving average, and skip different steps; only SGD's state is
+    # averaged; and the warm-up is counted in steps of the same size.
     lacks = (
         "model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs",
-        "weight_check_steps",  # they are the same only where they have just been averaged
+        "weight_check_steps",  # weights are the same only just after they have been averaged
     )  # fmt: skip
 
     def distribute(self) -> None:
-        """DDP averages gradients until the warm-up is over; then an averager does weights."""
+        """Let DDP average gradients until the warm-up is over; from then on average weights."""
         epoch_steps = self.data.num_train / samples_per_step(self.config, self.world)
         self.warm_up = math.ceil(self.config.warmup_epochs * epoch_steps)
-        # BatchNorm's statistics travel as --batch-norm says.
+        # BatchNorm's statistics are exchanged by --batch-norm.
         self.network = DistributedDataParallel(self.model, broadcast_buffers=False)
         local = PostLocalSGDState(None, None, self.warm_up, post_local_gradient_allreduce=False)
         averager = PeriodicModelAverager(PERIOD, self.warm_up)
@@ -68,7 +67,7 @@ class LocalSGD(Rung):
         )
 
     def whole(self) -> Trainables:
-        """The ranks' average, from which all of them go on."""
+        """Average the ranks' weights and momentum; all ranks continue from the result."""
         if self.progress.step > self.warm_up:
             momenta = [state.get("momentum_buffer") for state in self.optimizer.state.values()]
             trained = [*self.model.parameters(), *filter(torch.is_tensor, momenta)]

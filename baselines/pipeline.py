@@ -1,26 +1,26 @@
-"""Pipeline parallelism: the network is cut into one stage a rank, and micro-batches flow through.
+"""Pipeline parallelism: each rank computes one stage of the network, for many micro-batches.
 
     torchrun --nproc-per-node 2 baselines/pipeline.py --batch-size 10 --batches-per-allreduce 4
 
 Each rank computes its own layers: it gets activations from the rank before it, and gradients from
-the one after it. A step has as many micro-batches as --batches-per-allreduce says, of --batch-size
-images each, so that the stages can work at the same time. The schedule is 1F1B, one forward and one
-backward in turn (Narayanan et al. 2021, arXiv 2104.04473): a stage holds the activations of no more
-micro-batches than there are stages.
+the one after it. A step has --batches-per-allreduce micro-batches of --batch-size images each, so
+that the stages can work at the same time. The schedule is 1F1B, one forward and one backward in
+turn (Narayanan et al. 2021, arXiv 2104.04473): a stage holds the activations of at most as many
+micro-batches as there are stages.
 
-Use it for a network that does not fit into one device, or where links are too slow to exchange all
-gradients: only activations and their gradients travel, where the network is cut.
+Use it for a network that does not fit on one device, or if links are too slow to exchange all
+gradients: only activations and their gradients are sent, where the network is split.
 
-It costs the bubble: a stage has nothing to do while the pipeline fills and drains. With p equal
-stages, m micro-batches, and messages that take no time, that is the share (p - 1) / (m + p - 1) of
-a step (Huang et al. 2019, arXiv 1811.06965). The run measures its own share and prints both. Each
-rank also reads all images and holds all weights, for validation. Gradients, momentum and
-activations are those of its stage alone; rank 0, which writes checkpoints, has all momentum.
+It costs the bubble: stages are idle while the pipeline fills and drains. With p equal stages, m
+micro-batches and messages that take no time, the bubble's share of a step is (p - 1) / (m + p - 1)
+(Huang et al. 2019, arXiv 1811.06965). The run measures its own share and prints both. Each rank
+also reads all images and holds all weights, for validation. It holds gradients, momentum and
+activations only for its stage; rank 0, which writes checkpoints, has all momentum.
 
-Weights are bit-equal to single_process.py with the same flags, BatchNorm included: it adds up the
-gradients of the same micro-batches in the same order. They differ from those of one large batch:
-there BatchNorm normalises by all images. Without BatchNorm (or dropout, which each stage draws by
-itself) only the order of additions differs.
+Weights are bit-equal to single_process.py with the same flags, BatchNorm included: that script adds
+up the gradients of the same micro-batches in the same order. They differ from those of one large
+batch, where BatchNorm normalises over all images. Without BatchNorm (and without dropout, for which
+each stage draws its own numbers) only the order of additions differs.
 """
 
 from recipe.errors import refuse
@@ -47,7 +47,7 @@ from recipe.training.state import Trainables
 
 
 class Pipeline(Rung):
-    """The stages, of which this rank computes one."""
+    """The pipeline's stages, one of which this rank computes."""
 
     name = "pipeline"
     lacks = (
@@ -57,26 +57,26 @@ class Pipeline(Rung):
     )  # fmt: skip
 
     def prepare(self) -> None:
-        """Have each rank read all images, and count its time."""
+        """Make each rank read all images, and start its clock."""
         stages, count = self.world.size, self.config.batches_per_allreduce
         refuse((
             count < stages,
-            f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs "
-            f"one a stage; give {stages} or more, and a smaller --batch-size",
+            f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs at "
+            f"least one per stage; give {stages} or more, and a smaller --batch-size",
         ))  # fmt: skip
         self.readers = replace(self.world, rank=0, size=1)  # each rank reads all images
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
         self.clock = StepClock(self.device)
-        self.seconds = self.idle_seconds = 0.0  # of all steps; of this rank without work in them
+        self.seconds = self.idle_seconds = 0.0  # time of all steps, and idle time of this rank
 
     def distribute(self) -> None:
-        """Cut the network into stages."""
+        """Split the network into stages."""
         rank, stages = self.world.rank, self.world.size
         self.stages = split_resnet(self.model, self.config, stages)
         self.network = self.stages[rank]
         size, count = self.config.train_crop_size, self.config.batches_per_allreduce
         passed = [torch.empty(self.config.batch_size, 3, size, size, device="meta")]
-        for stage in copy.deepcopy(self.stages):  # what travels, as shapes without values
+        for stage in copy.deepcopy(self.stages):  # shapes of the activations, without values
             passed.append(stage.to("meta")(passed[-1]))
 
         def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -84,14 +84,14 @@ class Pipeline(Rung):
             self.sums += batch_sums(outputs, targets, loss)
             return loss / count
 
-        own = PipelineStage(self.network, rank, stages, self.device, *passed[rank : rank + 2])
-        own.forward_one_chunk = self.timed(own.forward_one_chunk, "forward")
-        own.backward_one_chunk = self.timed(own.backward_one_chunk, "backward")
-        self.schedule = Schedule1F1B(own, count, loss_of, scale_grads=False)
+        mine = PipelineStage(self.network, rank, stages, self.device, *passed[rank : rank + 2])
+        mine.forward_one_chunk = self.timed(mine.forward_one_chunk, "forward")
+        mine.backward_one_chunk = self.timed(mine.backward_one_chunk, "backward")
+        self.schedule = Schedule1F1B(mine, count, loss_of, scale_grads=False)
 
     def timed(self, compute: Callable, phase: str) -> Callable:
-        """`compute`, whose time is the step's `phase`, and that since the last one "data": the
-        schedule waits for messages before, on a GPU by its stream."""
+        """Wrap `compute` so that its time counts as the step's `phase`. The time since the phase
+        before it counts as "data": then the schedule waits for messages, on a GPU in its stream."""
 
         def timed_compute(*args: Any, **kwargs: Any) -> Any:
             self.clock.lap("data")
@@ -104,8 +104,8 @@ class Pipeline(Rung):
     def forward_backward(
         self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
-        """Let all micro-batches flow through, once the step's last is there; the last stage knows
-        the metrics."""
+        """Run all micro-batches through the pipeline, once the step's last one has arrived. Only
+        the last stage has the metrics."""
         self.waiting.append((images, targets))
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         if sync_gradients:
@@ -122,14 +122,15 @@ class Pipeline(Rung):
         return self.sums
 
     def take_times(self) -> None:
-        """Count the steps since the last time; the host waits for the device."""
+        """Add up the times of the steps since the last call; the host waits for the device."""
         self.clock.wait_for(self.clock.now())
         for phases in map(self.clock.seconds, self.clock.take()):
             self.seconds += sum(phases.values())
             self.idle_seconds += phases["data"]
 
     def whole(self) -> Trainables:
-        """All weights on each rank, from the rank that trains them, and all momentum on rank 0."""
+        """Send all weights to every rank, from the rank that trains them, and all momentum to
+        rank 0."""
         self.take_times()
         state = self.optimizer.state
         has_momentum = any("momentum_buffer" in state[w] for w in self.network.parameters())
@@ -145,7 +146,7 @@ class Pipeline(Rung):
         return self
 
     def measured(self) -> RungFigures:
-        """How long the stages have waited for each other."""
+        """Return how long the stages waited for each other, as a share of the steps' time."""
         if not self.seconds:
             return RungFigures()
         stages, count = self.world.size, self.config.batches_per_allreduce

@@ -1,26 +1,26 @@
-"""A network in pieces on several ranks, that one of them drives: RRefs, distributed autograd and a
+"""A network split over several ranks, and driven by one of them: RRefs, distributed autograd and a
 distributed optimizer, torch's tools for model parallelism by remote calls.
 
     torchrun --nproc-per-node 2 baselines/rpc_pipeline.py
 
-Each rank gets a piece of the network. Rank 0 runs the training as if it were alone, and reaches the
-pieces by RRefs, which are references to objects on other ranks. A call for a piece's output returns
-an RRef at once, and the next piece fetches the output when it is there. Distributed autograd notes
-all calls of a step in a context. Its backward pass goes back through the ranks, and leaves the
-gradients in the context, on the ranks that have the weights. The distributed optimizer has each
-rank change its own. With --batches-per-allreduce a step has several micro-batches, all under way at
-once, so that the pieces work at the same time.
+Each rank gets a piece of the network. Rank 0 runs the training as if it were alone, and uses the
+pieces through RRefs, which are references to objects on other ranks. A call for a piece's output
+returns an RRef at once, and the next piece fetches the output when it is ready. Distributed
+autograd records all calls of a step in a context. Its backward pass goes back through the ranks,
+and leaves the gradients in the context, on the ranks that have the weights. The distributed
+optimizer lets each rank update its own weights. With --batches-per-allreduce a step has several
+micro-batches, all in flight at once, so that the pieces work at the same time.
 
-Use it where a network is no chain of equal stages, such as one that decides while it runs what it
-calls: a step is ordinary Python on one rank. For plain chains pipeline.py has less overhead and
-schedules better: here all forward passes come before the first backward pass, so each rank holds
-the activations of all micro-batches.
+Use it for a network that is not a chain of equal stages, such as one that decides at run time what
+to call: a step is ordinary Python on one rank. For plain chains pipeline.py has less overhead and a
+better schedule: here all forward passes come before the first backward pass, so each rank holds the
+activations of all micro-batches.
 
-It costs remote calls: some ten a step beside the data, each a fraction of a millisecond and more.
-Only rank 0 is in the run folder's figures of memory and CPU time.
+It costs remote calls: about ten per step beside the data, each a fraction of a millisecond or more.
+The run folder's figures of memory and CPU time cover only rank 0.
 
-RPC pickles what it sends, so whoever reaches its ports can run any code. It listens at the loopback
-interface on one host, and else at the one that GLOO_SOCKET_IFNAME names.
+RPC pickles what it sends, so anyone who can reach its ports can run any code. On one host it
+listens at the loopback interface, otherwise at the interface that GLOO_SOCKET_IFNAME names.
 
 Weights are bit-equal to single_process.py's. With --batches-per-allreduce above 1 they are only
 nearly equal: micro-batches reach a piece in any order, and so do their gradients.
@@ -51,23 +51,23 @@ from recipe.training.state import Trainables
 
 # -- On each rank ----------------------------------------------------------------------------------
 class Piece:
-    """Some blocks of the network, and what changes their weights."""
+    """Some blocks of the network, and their optimizer."""
 
-    here: "Piece"  # that of this rank
+    here: "Piece"  # the piece of this rank
 
     def __init__(self, layers: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         self.layers, self.optimizer, self.lock = layers, optimizer, Lock()
         Piece.here = self
 
     def forward(self, images: rpc.RRef) -> torch.Tensor:
-        """The output for what `images` refers to. One micro-batch at a time: BatchNorm's statistics
-        are written."""
+        """Return the output for the tensor that `images` refers to. Computes one micro-batch at a
+        time, because BatchNorm's statistics are written."""
         given = images.to_here()
         with self.lock:
             return self.layers(given)
 
     def weights(self) -> list[rpc.RRef]:
-        """A reference to each weight."""
+        """Return a reference to each weight."""
         return [rpc.RRef(weight) for weight in self.layers.parameters()]
 
     def set_rate(self, rate: float) -> None:
@@ -76,31 +76,31 @@ class Piece:
             group["lr"] = rate
 
     def contents(self) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-        """A copy of what is here, for whoever asks by RPC."""
+        """Return the layers and their optimizer; RPC sends the caller a copy."""
         return self.layers, self.optimizer
 
 
 def optimizer_here(weights: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """What the distributed optimizer calls on each rank for one of its `weights`."""
+    """Return this rank's optimizer; the distributed optimizer calls this for each weight."""
     return Piece.here.optimizer
 
 
 # -- On rank 0 -------------------------------------------------------------------------------------
 class Driver(Rung):
-    """Trains the pieces from afar."""
+    """Trains the pieces by remote calls."""
 
     name, transport, has_group = "rpc_pipeline", "TensorPipe", False
     has_remote_calls = is_for_cpu = True
     lacks = (
         "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile",
-        "weight_check_steps",  # each rank has its own
+        "weight_check_steps",  # each rank has different weights
     )  # fmt: skip
 
     def prepare(self) -> None:
-        """Rank 0 trains alone."""
+        """Let rank 0 train alone."""
         optimizers_log = logging.getLogger("torch.distributed.optim.optimizer")
-        optimizers_log.setLevel(logging.ERROR)  # "might be slow"
-        self.trains, self.workers = self.world.is_first, self.world.size  # the others hold pieces
+        optimizers_log.setLevel(logging.ERROR)  # silences the warning "might be slow"
+        self.trains, self.workers = self.world.is_first, self.world.size  # others only hold pieces
         self.world = replace(self.world, size=1, local_size=1)
         self.ranks = Ranks(self.world)
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
@@ -120,7 +120,7 @@ class Driver(Rung):
     def forward_backward(
         self, images: torch.Tensor, targets: torch.Tensor, sync_gradients: bool, lap: Callable
     ) -> Sums:
-        """Once the step's last micro-batch is there, pass all through the pieces, and back."""
+        """When the step's last micro-batch has arrived, run all through the pieces and back."""
         self.waiting.append((images, targets))
         sums = torch.zeros(4, dtype=torch.float64)
         if not sync_gradients:
@@ -144,17 +144,17 @@ class Driver(Rung):
         return sums
 
     def update(self, rate: float) -> None:
-        """Have each rank change its weights by the gradients in the step's context."""
-        with self.step:  # at its end the ranks forget the context
+        """Let each rank update its weights by the gradients in the step's context."""
+        with self.step:  # at its end the ranks discard the context
             torch.futures.wait_all([piece.rpc_async().set_rate(rate) for piece in self.pieces])
             self.distributed.step(self.context)
 
     def whole(self) -> Trainables:
-        """The pieces' weights and momentum, in the network on rank 0 that they are pieces of."""
-        for own, piece in zip(self.copies, self.pieces, strict=True):
+        """Copy the pieces' weights and momentum into the complete network on rank 0."""
+        for part, piece in zip(self.copies, self.pieces, strict=True):
             layers, optimizer = piece.rpc_sync().contents()
-            own.load_state_dict(layers.state_dict())
-            for mine, theirs in zip(own.parameters(), layers.parameters(), strict=True):
+            part.load_state_dict(layers.state_dict())
+            for mine, theirs in zip(part.parameters(), layers.parameters(), strict=True):
                 self.optimizer.state[mine] = optimizer.state[theirs]
         return self
 

@@ -1,10 +1,10 @@
-"""The first rung: the same training in one process, with no engine at all.
+"""The first rung: the same training in one process, without an engine.
 
     python baselines/single_process.py
 
-It leaves everything as it is: its steps are those of recipe/loop.py, from which each other rung
-says how it differs. What both train.py do on one worker must come out bit by bit as here; a test
-holds them to it.
+It changes nothing in the loop of recipe/loop.py; every other rung is defined by its differences
+from that loop. On one worker both train.py must give exactly the same bits as this script, which a
+test checks.
 """
 
 from recipe.start import run_script

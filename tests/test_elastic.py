@@ -117,7 +117,7 @@ def test_ranks_are_lost_and_hosts_change(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--resume none.pt", "error: horovodrun --host-discovery-script: a change of hosts"),
+        ("--resume none.pt", "error: horovodrun --host-discovery-script: after a change"),
         ("--data /nowhere", "error: /nowhere/train: no such folder"),
     ],
 )

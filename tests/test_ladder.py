@@ -334,11 +334,11 @@ TRY = f"{SMALL} --max-steps 1 --no-cuda"
 @pytest.mark.parametrize(
     ("rung", "ranks", "flags", "message"),
     [
-        ("data_parallel", 1, TRY, "runs as one device, the CPU"),
+        ("data_parallel", 1, TRY, "runs on one device, the CPU"),
         ("model_parallel", 2, TRY, "without GPUs both halves of the network are on the CPU"),
         ("pipeline", 2, "", "--batches-per-allreduce 1: is the number of micro-batches"),
         ("parameter_server", 1, "", "1 rank: the last one only serves; start at least 2"),
-        ("ddp_with_rpc", 2, "--arch mobilenet_v2", "which it lacks; choose a resnet"),
+        ("ddp_with_rpc", 2, "--arch mobilenet_v2", "last layer is `fc`; choose a resnet"),
         ("rpc_pipeline", 2, "--arch mobilenet_v2", "this script can split only a ResNet"),
     ],
 )
