@@ -21,10 +21,10 @@ NAME = "mpi4py"
 SERIAL = 2**15  # torch adds this many elements in the calling thread, for any --threads
 
 
-def add_halves(own: Any, total: Any, datatype: MPI.Datatype) -> None:
+def add_halves(values: Any, total: Any, datatype: MPI.Datatype) -> None:
     """Add fp16 values, which MPI cannot do itself. Each sum is rounded to the nearest fp16 value,
     as in Horovod."""
-    halves = [torch.frombuffer(memory, dtype=torch.float16) for memory in (own, total)]
+    halves = [torch.frombuffer(memory, dtype=torch.float16) for memory in (values, total)]
     for addend, piece in zip(*(half.split(SERIAL) for half in halves), strict=True):
         piece.add_(addend)
 

@@ -191,5 +191,5 @@ class SuspectImages:
 
     @property
     def names(self) -> list[str]:
-        """The first MAX_NAMES of them."""
+        """The names of the first MAX_NAMES of these images."""
         return [self.listing.name(index) for index in sorted(self.found)[:MAX_NAMES]]

@@ -253,14 +253,14 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
     }
     work = folder / UNFINISHED
     try:
-        begun = read_arrays((folder if (folder / INDEX).is_file() else work) / INDEX)
+        earlier = read_arrays((folder if (folder / INDEX).is_file() else work) / INDEX)
     except DAMAGE:  # or there is none yet
         work.mkdir(parents=True, exist_ok=True)
         with whole_file(work / INDEX) as file:
             np.savez(file, **index)
-        begun = index
+        earlier = index
     refuse((
-        not all(np.array_equal(begun[name], value) for name, value in index.items()),
+        not all(np.array_equal(earlier[name], value) for name, value in index.items()),
         f"{folder}: holds shards of other images than the image folder has now, or with another "
         "--images-per-shard. Choose another folder for the shards, or remove this one.",
     ))  # fmt: skip

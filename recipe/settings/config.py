@@ -352,7 +352,7 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             f"--resize-epochs BEGIN END with 0 <= BEGIN < END <= {config.epochs}",
         ),
         (
-            config.lr_restart_epochs and any(one >= next_one for one, next_one in pairwise(turns)),
+            config.lr_restart_epochs and any(epoch >= later for epoch, later in pairwise(turns)),
             f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
             f"epochs between --warmup-epochs {config.warmup_epochs:g} and --epochs {config.epochs}",
         ),
@@ -452,7 +452,7 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
         reasons = [missing[need] for need in (*flag.needs, flag.engine) if need and missing[need]]
         if reasons and getattr(config, name) != getattr(base, name):
             lines.append(f"{spelled(name)} has no effect: {reasons[0]}")
-    others: Mistakes = [
+    mistakes: Mistakes = [
         (
             engine == "horovod" and config.channels_last and config.batch_norm == "sync",
             "--channels-last gains little: Horovod's SyncBatchNorm turns its images back to NCHW",
@@ -463,7 +463,7 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
             f"end of --epochs {config.epochs}; give fewer epochs of warm-up",
         ),
     ]
-    return lines + [line for is_so, line in others if is_so]
+    return lines + [line for is_likely, line in mistakes if is_likely]
 
 
 def rate_of_another_batch(config: Config, base: Config, argv: list[str]) -> list[str]:

@@ -148,15 +148,15 @@ def read_knobs(path: Path) -> dict[str, Knobs]:
             "one for this machine"
         ) from None
     except (OSError, ValueError) as error:  # no TOML, an unknown key, or a value of a wrong type
-        known = "; ".join(f"[{engine}] {', '.join(own)}" for engine, own in SETTINGS.items())
+        known = "; ".join(f"[{engine}] {', '.join(names)}" for engine, names in SETTINGS.items())
         raise UserError(
             f"--knobs {path}: {error}; a file may have {known}, and for each a table of "
             'variables, such as [ddp.environment] with NCCL_ALGO = "Ring"'
         ) from None
     knobs = {}
-    for engine, own in SETTINGS.items():
+    for engine, names in SETTINGS.items():
         if (table := getattr(file, engine)) is not None:
-            given = {name: v for name in own if (v := getattr(table, name)) is not None}
+            given = {name: v for name in names if (v := getattr(table, name)) is not None}
             place = f"--knobs {path}: {engine}"
             for name, value in given.items():
                 if bound := FLAGS[name].bound:
@@ -174,11 +174,11 @@ def refusal(engine: str, name: str) -> str | None:
     is_common = name.startswith(FAMILIES) and re.fullmatch(r"\w+", name)
     if is_common or (engine == "horovod" and name in HOROVOD_VARIABLES):
         return None
-    others = near_match(name, HOROVOD_VARIABLES) if "HOROVOD_" in name else "set it in the shell"
+    remedy = near_match(name, HOROVOD_VARIABLES) if "HOROVOD_" in name else "set it in the shell"
     return (
         "a file of knobs sets only variables that Horovod, MPI, Gloo or NCCL read in the ranks and "
         f"that do not change what is computed ({', '.join(FAMILIES)}, and some of HOROVOD_ under "
-        f"[horovod.environment]); {others}"
+        f"[horovod.environment]); {remedy}"
     )
 
 
@@ -201,8 +201,8 @@ def knobs_text(knobs: Mapping[str, Knobs]) -> str:
     """Return the text of a file that `read_knobs` reads back as `knobs`."""
     # JSON numbers, strings, true and false are also valid TOML.
     parts = []
-    for engine, own in knobs.items():
-        for table, values in {"": own.settings, ".environment": own.variables}.items():
+    for engine, given in knobs.items():
+        for table, values in {"": given.settings, ".environment": given.variables}.items():
             if values or not table:
                 lines = [f"{n} = {json.dumps(v, ensure_ascii=False)}" for n, v in values.items()]
                 parts.append("\n".join([f"[{engine}{table}]", *lines]))

@@ -91,13 +91,13 @@ def _by_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _over_ranks(
-    sum_over_ranks: SumOverRanks, one: torch.Tensor, other: torch.Tensor
+    sum_over_ranks: SumOverRanks, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
     """Return the means of two tensors [N, C, ...] over all ranks, and the number of values:
     float64 [3, C]."""
-    not_channels = [dim for dim in range(one.dim()) if dim != 1]
-    sums = [values.sum(dim=not_channels, dtype=torch.float64) for values in (one, other)]
-    count = torch.full_like(sums[0], one.numel() / one.shape[1])
+    not_channels = [dim for dim in range(first.dim()) if dim != 1]
+    sums = [values.sum(dim=not_channels, dtype=torch.float64) for values in (first, second)]
+    count = torch.full_like(sums[0], first.numel() / first.shape[1])
     means = sum_over_ranks(torch.stack([*sums, count]))
     means[:2] /= means[2]
     return means

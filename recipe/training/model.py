@@ -1,4 +1,4 @@
-"""The network, its optimizer, its loss and its moving average; nothing here knows other ranks."""
+"""The network, its optimizer, its loss and its moving average; nothing here depends on ranks."""
 
 import difflib
 import itertools
