@@ -310,7 +310,7 @@ class OptimizationFlags:
         "gradual-256: at the rate for 256 images per step; constant if a step has no more (Goyal "
         "et al. 2017). linear: at 1 % of the scaled rate.")
     clip_grad_norm: float | None = work(None, ABOVE_0, needs="training", help=
-        "Clip gradients so that the norm over all weights together is at most this.")
+        "Clip gradients so that their norm over all weights together is at most this.")
     seed: int = work(42, SEED, decides=("data_order_sha256", *WEIGHTS), chief=True, help=
         "Random seed for weights, data order, augmentation and dropout.")
 
@@ -372,8 +372,8 @@ class SpeedFlags:
         "Promise that every step uses the same parameters in the same order (DDP only).")
     num_groups: int | None = speed(None, at_least(1), needs="workers", engine="horovod", tries=(1,
         4), help=
-        "Exchange the gradients in this many groups, each as soon as it is complete (Horovod "
-        "only, fp32 only). Default: each of Horovod's cycles sends what is ready.")
+        "Number of groups in which gradients are exchanged, each as soon as it is complete "
+        "(Horovod only, fp32 only). Default: each of Horovod's cycles sends what is ready.")
     sleeping_poll: bool = speed(True, needs="workers", engine="horovod", help=
         "On a CPU, while waiting for the averaged gradients, sleep 0.2 ms between checks (Horovod "
         "only). Without it Horovod checks in a busy loop, which takes CPU time.")
@@ -395,7 +395,7 @@ class RunFlags:
         "Name of the run's folder in --log-dir. Default: time, engine, model and number of "
         "workers, plus a number if that name is taken.")
     log_interval: int = run(10, at_least(1), help=
-        "Log the training metrics every this many steps; only then are they reduced over ranks.")
+        "Steps between two logs of the training metrics; only then are they reduced over ranks.")
     resume: str | None = run(None, per_rank="first", help=
         "Resume from this checkpoint: a path, or `auto` for the newest complete checkpoint of the "
         "run --name; if that has none, the run starts from the beginning.")
@@ -403,7 +403,7 @@ class RunFlags:
         "Resume from a checkpoint even if the images are not those it was trained on; their order "
         "is then different.")
     checkpoint_steps: int | None = run(None, at_least(1), needs=("checkpoints", "training"), help=
-        "Write a checkpoint every this many steps, in addition to the one after every epoch.")
+        "Steps between two checkpoints, in addition to those after every epoch.")
     checkpoint_minutes: float = run(10.0, NOT_NEGATIVE, needs=("checkpoints", "training"), help=
         "Also write a checkpoint when the last one is this many minutes old. 0: never.")
     keep_checkpoints: int = run(2, at_least(0), help=
@@ -411,8 +411,8 @@ class RunFlags:
         "is at least an epoch (or 1,000 steps) older, and the next in line to replace that one. "
         "0: write no checkpoints.")
     weight_check_steps: int = run(500, at_least(0), needs=("training", "workers"), help=
-        "Check every this many steps, and at each checkpoint, that all ranks have the same "
-        "weights. 0: only at checkpoints.")
+        "Steps between two checks that all ranks have the same weights; each checkpoint checks it, "
+        "too. 0: only checkpoints do.")
     rollback: int = run(0, at_least(0), needs=("checkpoints", "training"), help=
         "If the loss of a step is not finite, go back to a checkpoint from before it, leave out "
         "that step's images, and train on; at most this many times.")
@@ -424,8 +424,8 @@ class RunFlags:
         "End after this many steps; the learning-rate schedule stays that of --epochs.")
     stall_timeout: int | None = run(None, at_least(0), help=
         "End the run as frozen if a rank gets no new batch for this many seconds. 0: never. "
-        "Default: 60, or the usual time of 20 batches if that is longer. It is 600 for the first "
-        "20 batches after the start, an evaluation, a profile or a rollback, and for the first 3 "
+        "Default: 60, or the usual time of 20 batches if that is longer; but 600 for the first 20 "
+        "batches after the start, an evaluation, a profile or a rollback, and for the first 3 "
         "after a checkpoint.")
 
 
@@ -435,10 +435,10 @@ class MeasurementFlags:
 
     tensor_steps: int | None = measurement(None, at_least(1), aliases="--trace-steps",
         needs="training", help=
-        "Record gradients, weights, BatchNorm statistics and loss of the first this many steps, "
-        "on every rank, for compare/parity.py.")
+        "How many steps, from the first on, to record on every rank for compare/parity.py: "
+        "gradients, weights, BatchNorm statistics and loss.")
     profile_steps: int | None = measurement(None, at_least(1), needs="training", help=
-        "Profile this many steps, after the first few, on every rank, for compare/timeline.py.")
+        "How many steps to profile on every rank, after the first few, for compare/timeline.py.")
 # fmt: on
 
 
