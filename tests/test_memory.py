@@ -31,11 +31,14 @@ def resident_bytes(process: subprocess.Popen[bytes]) -> int:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["ddp", "horovod"])
-def test_memory_after_many_steps_is_that_after_few(engine: str, tmp_path: Path) -> None:
+def test_memory_after_many_steps_is_that_after_few(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     command = [sys.executable, TRAINERS[engine], *FLAGS.split(), "--log-dir", str(tmp_path)]
     early, late = list[int](), list[int]()
     with Launches() as launches:
-        process = launches.launch(command, tmp_path, {}, ROOT)
+        process = launches.launch(command, tmp_path)
         while len(late) < READINGS:
             assert process.poll() is None, (tmp_path / "output.log").read_text()
             step = (last_step(tmp_path / "run/metrics.jsonl") or {"step": 0})["step"]

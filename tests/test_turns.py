@@ -135,10 +135,13 @@ def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
     ]  # fmt: skip
 
 
-def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones() -> None:
+def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
     scheduler, lines = MadeUp({"a": 1.0, "b": 2.0}, 0.5, 0.1, 0.2, 0.9, 0.8, 0.7, 0.6), list[str]()
     scheduler.steps = 1
-    taken, seconds = scheduler.take_rounds([side("a"), side("b")], 0.0, lines.append)
+    taken, seconds = scheduler.take_rounds([side("a"), side("b")], lines.append)
     assert [(t.side, t.round, t.other_load, t.purpose) for t in taken] == [
         ("a", 0, 0.5, "disturbed"), ("a", 0, 0.1, "speed"), ("b", 0, 0.2, "speed"),
         ("b", 1, 0.9, "disturbed"), ("b", 1, 0.8, "disturbed"), ("b", 1, 0.7, "disturbed"),
@@ -229,6 +232,7 @@ def test_sides_take_turns_and_leave_nothing(
     over_hosts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.2)
+    monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
     monkeypatch.setenv("LAUNCH_MARK", str(tmp_path))
     sides = [
         replace(script_side(tmp_path, "one"), hosts="a.invalid:1" if over_hosts else None),
@@ -236,7 +240,7 @@ def test_sides_take_turns_and_leave_nothing(
     ]
     lines: list[str] = []
     folder = tmp_path / "block-1"
-    found = run_block(sides, Plan(rounds=2), folder, 1, lines.append, 0.0)
+    found = run_block(sides, Plan(rounds=2), folder, 1, lines.append)
     assert marked(str(tmp_path)) == []
     assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
     assert [(turn.side, turn.round) for turn in found.of("speed")] == [
@@ -294,12 +298,13 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
     assert engine_timeout(seen[0].stall_timeout) == 1_000_000
 
 
-def test_a_known_delay_is_found(tmp_path: Path) -> None:
+def test_a_known_delay_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
     sides = [
         script_side(tmp_path, "usual"),
         script_side(tmp_path, "late", environment={DELAY: "3"}),
     ]
-    block = run_block(sides, Plan(rounds=3, steps=10), tmp_path / "block-1", 1, print, 0.0)
+    block = run_block(sides, Plan(rounds=3, steps=10), tmp_path / "block-1", 1, print)
     assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
 
 

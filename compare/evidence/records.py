@@ -25,7 +25,7 @@ from compare.evidence.reading import (
 )
 from compare.evidence.turns import Block
 from compare.plan.configurations import ENGINES, PEERS, Configuration
-from compare.plan.plan import Outcome, Run, turns_place
+from compare.plan.plan import SIDE_RUN, Outcome, Run, turns_place
 from compare.plan.plan_file import PlanRecord, read_plan
 from recipe.errors import UserError, refuse
 from recipe.record.schema import Environment, EvalLine, Settings
@@ -275,7 +275,7 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
                     side.config = Settings(log_dir="", name=None)
                     side.environment = parse(block.facts[name], Environment, f"{path}: {name}")
                 else:
-                    read_written(sides[-1], folder / "0/run")
+                    read_written(sides[-1], folder / SIDE_RUN)
             for problem in contradictions_of_turns(block, sides):
                 raise UserError(f"{path}: {problem}")
         except (UserError, OSError) as error:

@@ -22,6 +22,7 @@ FONT_SIZE = 11
 LINE = 15  # height of a line of text
 BORDER = 10  # around a plot in a file of its own
 ROW_HEIGHT = 40  # in a plot with a row for each series
+TICKS = 5  # at most so many intervals between them on an axis, but for its margins
 MAX_HITS = 120  # points per plot that show their value: a page must stay below a megabyte
 
 # Each colour of the page on a light screen, on a dark one, and on paper. The series' colours follow
@@ -103,14 +104,15 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def linear(values: Iterable[float], label: str = "", zero: bool = False, ticks: int = 5) -> Scale:
+def linear(values: Iterable[float], label: str = "", zero: bool = False) -> Scale:
     """Return a scale over the finite values, with round ticks; with `zero` it includes 0."""
     finite = [value for value in values if math.isfinite(value)] + [0.0] * zero or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if high == low:
         low, high = (0.0, high or 1.0) if zero else (low - 0.5, high + 0.5)
-    power = 10.0 ** math.floor(math.log10((high - low) / ticks))
-    step = next(d * power for d in (1, 2, 5, 10) if (high - low) / ticks <= d * power * (1 + 1e-9))
+    least = (high - low) / TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(d * power for d in (1, 2, 5, 10) if least <= d * power * (1 + 1e-9))
     margin = 0.05 * (high - low)
     low, high = low if zero and low == 0 else low - margin, high + margin
     places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)

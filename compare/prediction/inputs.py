@@ -12,8 +12,9 @@ import numpy as np
 from compare.evidence import packed
 from compare.evidence.profiles import BYTES, RecordedGradients
 from compare.evidence.reading import read_metrics, read_record
-from compare.evidence.records import ENGINES, load_comparison
+from compare.evidence.records import load_comparison
 from compare.evidence.turns import Block
+from compare.plan.configurations import PEERS
 from recipe.errors import refuse
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 
@@ -171,7 +172,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     return [
         by_turns(read_run(run.folder), comparison.blocks_of(run.cell), run.configuration)
         for run in comparison.complete
-        if run.engine in ENGINES
+        if run.engine in PEERS
     ]
 
 

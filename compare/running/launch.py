@@ -136,7 +136,6 @@ class Launches:
         command: list[str],
         folder: Path,
         variables: Mapping[str, str] | None = None,
-        directory: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own; write its words and its output to `folder`."""
         (folder / "command.txt").write_bytes(os.fsencode(shlex.join(command) + "\n"))
@@ -147,7 +146,6 @@ class Launches:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**run_environment(), RUN_MARK: self.mark, **(variables or {})},
-                cwd=directory,
                 start_new_session=True,
             )
         self.launchers.append(launcher)

@@ -41,7 +41,7 @@ from compare.evidence.reading import read_block
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS, RUN_MARK
 from compare.plan.environment import ROOT, path_from_here
-from compare.plan.plan import Plan, Run
+from compare.plan.plan import SIDE_RUN, Plan, Run
 from compare.running.checks import visible_gpus
 from compare.running.launch import (
     Launches,
@@ -55,7 +55,6 @@ from recipe.files import replace_file, write_json
 from recipe.settings.config import read_flags
 
 TAKE_TURNS = "compare/running/take_turns.py"
-PLACE = "0"  # sub-folder of a side's folder
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for a new connection to identify itself
 NO_ROOM = (
@@ -103,12 +102,11 @@ def run_block(
     folder: Path,
     number: int,
     report: Callable[[str], None],
-    patience: float = PATIENCE,
     seal: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Block:
     """Start the sides in this order, warm them up, let them take turns, and write block.json.
 
-    A turn that other processes disturb is repeated, after at most `patience` seconds of waiting for
+    A turn that other processes disturb is repeated, after at most PATIENCE seconds of waiting for
     quiet. In all there are at most as many repetitions as regular turns. `seal` adds the digests
     that guard block.json to its content.
 
@@ -120,7 +118,7 @@ def run_block(
         scheduler.start(*sides)
         about_sides = {"unit": scheduler.unit(), "facts": scheduler.facts()}
         trials = [] if plan.steps else scheduler.find_steps(sides)
-        turns, disturbed = scheduler.take_rounds(sides, patience, report)
+        turns, disturbed = scheduler.take_rounds(sides, report)
         measured = {
             "number": number,
             "order": order,
@@ -216,7 +214,7 @@ class Scheduler(Launches):
                 self.sides[side.side] = side
                 who = f"{place} {side.side} {self.plan.warm_up_steps}"
                 self.started[side.side] = start_side(
-                    side, self.folder / side.side / PLACE, self, who
+                    side, self.folder / side.side / SIDE_RUN.parent, self, who
                 )
                 deadline = time.monotonic() + self.plan.timeout
             self.receive(deadline)
@@ -236,7 +234,7 @@ class Scheduler(Launches):
         return trials
 
     def take_rounds(
-        self, sides: Sequence[Run], patience: float, report: Callable[[str], None]
+        self, sides: Sequence[Run], report: Callable[[str], None]
     ) -> tuple[list[Turn], float]:
         """Let sides take turns, forwards and backwards alternately. Return the turns, and the
         seconds spent on disturbed turns and on waiting for quiet."""
@@ -253,7 +251,7 @@ class Scheduler(Launches):
                     if is_disturbed and not is_last:
                         spare -= 1
                         turn = replace(turn, purpose="disturbed")
-                        wait_for_quiet(patience)
+                        wait_for_quiet(PATIENCE)
                     turns.append(turn)
                     disturbed_seconds += is_disturbed * (time.monotonic() - began)
                     if is_last or not is_disturbed:
@@ -395,7 +393,7 @@ class Scheduler(Launches):
             what = f"ended with exit code {code}"
         when = "" if self.on_turn in ("", side) else " while it was paused"
         # All of the output: the launcher may have written much after the error.
-        output = (self.folder / side / PLACE / "output.log").read_text(errors="replace")
+        output = (self.folder / side / SIDE_RUN.parent / "output.log").read_text(errors="replace")
         hints = (meaning for sign, meaning in MEANINGS.items() if sign in output)
         hint = next(hints, "" if code else self.joined(side))
         return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side)}", side)
@@ -415,7 +413,7 @@ class Scheduler(Launches):
 
     def tail(self, side: str) -> str:
         """Return the end of a side's output, and the path of all of it."""
-        place = Path(side, PLACE)
+        place = side / SIDE_RUN.parent
         return shown_tail(self.folder / place, kept=self.aside / place)
 
 
@@ -459,7 +457,7 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     """Start a side's command, with its output in `folder`. The folder is emptied first, so that
     nothing of an earlier call remains. `who` is the value of the ranks' variable SCHEDULER."""
     clear_folder(folder, keep_failure=False)
-    command = side.command(folder.resolve(), "run", [path_from_here(TAKE_TURNS)])
+    command = side.command(folder.resolve(), SIDE_RUN.name, [path_from_here(TAKE_TURNS)])
     # Lets the steps of a Slurm job share its cores, instead of waiting for each other to end.
     variables = {"SLURM_OVERLAP": "1", SCHEDULER: who}
     if side.is_script:
