@@ -6,16 +6,15 @@ The time that Horovod over MPI needs beyond this is Horovod's overhead. compare/
 starts this script and those of the engines, and compares them.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import torch
 
 from recipe.allreduce_loop import Backend, run
-from recipe.errors import UserError
+from recipe.errors import refuse
 from recipe.watch import own_world
-from recipe.settings.flags import WireFormat
+from recipe.settings.flags import Config, WireFormat
 from recipe.world import World, lone_copy_message, prepare_mpi
 
 prepare_mpi(own_world())
@@ -32,10 +31,14 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], o
     return lambda: MPI.Request.Waitall([comm.Iallreduce(MPI.IN_PLACE, array) for array in arrays])
 
 
-def connect(options: argparse.Namespace, world: World) -> Backend:
+def connect(config: Config, world: World) -> Backend:
     """Check that MPI started the ranks."""
-    if message := lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun"):
-        raise UserError(message)
+    message = lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun")
+    wanted = config.transport
+    refuse(
+        (message, message),
+        (wanted not in ("auto", "mpi"), f"--transport {wanted}: this is MPI; leave it out"),
+    )
     library = MPI.Get_library_version().split(",")[0].strip("\0")
     return Backend(
         name="mpi4py",
@@ -50,4 +53,4 @@ def connect(options: argparse.Namespace, world: World) -> Backend:
 
 
 if __name__ == "__main__":
-    run(__doc__, connect, ("auto", "mpi"))
+    run(__doc__, connect)

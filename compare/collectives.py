@@ -10,27 +10,28 @@ on the fp16 wire; every sum is checked. The unit of evidence is a launch: each b
 backend once, in random order.
 """
 
-import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from compare.page.allreduce import as_json, read_measurement, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import most_on_a_host, path_from_here, read_hosts
+from compare.plan.plan_file import check_known
 from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
-from recipe.command import Flags, parser_of, run_main
+from recipe.command import run_tool
 from recipe.errors import refuse
 from recipe.files import write_json
-from recipe.settings.flags import WIRE_FORMATS
+from recipe.settings.flags import WIRE_FORMATS, WireFormat
 
 SCRIPT = "compare/collectives.py"
-WIRES = tuple(WIRE_FORMATS)
 # Each backend's configuration, which says how its script is started.
 BACKENDS = {
     "torch.distributed": "ddp-torchrun",
@@ -40,117 +41,118 @@ BACKENDS = {
     "mpi4py": "mpi4py-mpirun",
 }
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Of the flags, what collectives.json keeps.
-KEPT = (
-    "workers", "hosts", "network_interface", "blocks", "sizes", "wires", "model", "seconds",
-    "threads", "cuda",
-)  # fmt: skip
 
 
 def size_bytes(text: str) -> int:
     """Return the bytes of `4096`, `4K` or `256M`."""
     found = re.fullmatch("([0-9]+)([KMG]?)", text.upper())
     size = int(found[1]) * UNITS[found[2]] if found else 0
-    if size == 0 or size % 4:
-        raise argparse.ArgumentTypeError(
-            f"{text} is no size: write 4096, 4K or 256M, a multiple of 4 bytes"
-        )
+    refuse((
+        size == 0 or size % 4,
+        f"--sizes {text}: is no size; write 4096, 4K or 256M, a multiple of 4 bytes",
+    ))  # fmt: skip
     return size
 
 
-FLAGS: Flags = {
-    "--workers": {"type": int, "default": 2, "metavar": "N", "help": "worker processes (default: "
-                  "2)"},
-    "--hosts": {"metavar": "A:2,B:2", "help": "hosts and their slots; the first must see the "
-                "results folder (default: this host)"},
-    "--network-interface": {"metavar": "NAME", "help": "that connects the hosts, such as eth0"},
-    "--backends": {"nargs": "+", "choices": BACKENDS, "metavar": "NAME", "help": "of "
-                   f"{', '.join(BACKENDS)} (default: all); the first is what others are compared "
-                   "with"},
-    "--sizes": {"nargs": "+", "type": size_bytes, "default": [4096 << 2 * i for i in range(9)],
-                "metavar": "SIZE", "help": "such as 4K or 256M: bytes of fp32, K = 1024 (default: "
-                "4K to 256M by factors of 4)"},
-    "--wires": {"nargs": "+", "choices": WIRES, "default": list(WIRES), "help": "number formats on "
-                f"the wire (default: {' '.join(WIRES)})"},
-    "--model": {"default": "resnet50", "metavar": "NAME", "help": "the torchvision model whose "
-                "gradients are summed, too, as one message and tensor by tensor; none: leave it "
-                "out (default: resnet50)"},
-    "--blocks": {"type": int, "default": 3, "metavar": "N", "help": "launches of each backend "
-                 "(default: 3, the least for an interval)"},
-    "--seconds": {"type": float, "default": 0.1, "metavar": "S", "help": "for the repetitions of "
-                  "one message in one launch, at least 3 of them (default: 0.1)"},
-    "--threads": {"type": int, "default": 1, "metavar": "N", "help": "CPU threads of each rank for "
-                  "casts and copies (default: 1)"},
-    "--no-cuda": {"dest": "cuda", "action": "store_false", "help": "stay on the CPU"},
-    "--timeout": {"type": int, "default": 300, "metavar": "SECONDS", "help": "a launch that takes "
-                  "longer is ended and counts as failed (default: 300)"},
-    "--out": {"type": Path, "metavar": "DIR", "help": "folder for raw figures (default: "
-              "runs/collectives-<UTC time>)"},
-    "--json": {"type": Path, "metavar": "FILE", "help": "write the figures as JSON"},
-    "--show": {"type": Path, "metavar": "DIR", "help": "measure nothing: show an earlier folder"},
-}  # fmt: skip
+def measure_or_show(
+    workers: int = 2,
+    hosts: str | None = None,
+    network_interface: str | None = None,
+    backends: tuple[str, ...] = (),
+    sizes: tuple[str, ...] = ("4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M", "256M"),
+    wires: tuple[WireFormat, ...] = tuple(WIRE_FORMATS),
+    model: str = "resnet50",
+    blocks: int = 3,
+    seconds: float = 0.1,
+    threads: int = 1,
+    cuda: bool = True,
+    timeout: int = 300,
+    out: Path | None = None,
+    json: Path | None = None,
+    show: Path | None = None,
+) -> int:
+    """Measure, or show what was measured, and return the exit code.
 
-
-def measure_or_show(argv: list[str]) -> int:
-    """Measure or show what the command line asks for and return the exit code."""
-    options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
-    folder = options.show or options.out or Path("runs") / f"collectives-{utc_stamp()}"
-    if options.show is None:
-        measure_backends(options, folder)
+    Args:
+        workers: Worker processes.
+        hosts: Hosts and their slots, as in a:2,b:2; the first must see the results folder (default:
+            this host).
+        network_interface: The one that connects the hosts, such as eth0.
+        backends: Any of torch.distributed, torch-mpi, horovod-mpi, horovod-gloo and mpi4py
+            (default: all); the first is what others are compared with.
+        sizes: Such as 4K or 256M: bytes of fp32, K = 1024.
+        wires: Number formats on the wire.
+        model: The torchvision model whose gradients are summed, too, as one message and tensor by
+            tensor; none: leave it out.
+        blocks: Launches of each backend; 3 is the least for an interval.
+        seconds: For the repetitions of one message in one launch, at least 3 of them.
+        threads: CPU threads of each rank for casts and copies.
+        cuda: Stay on the CPU.
+        timeout: Seconds; a launch that takes longer is ended and counts as failed.
+        out: Folder for raw figures (default: runs/collectives-<UTC time>).
+        json: Write the figures as JSON.
+        show: Measure nothing: show an earlier folder.
+    """
+    folder = show or out or Path("runs") / f"collectives-{utc_stamp()}"
+    if show is None:
+        slots = workers if hosts is None else sum(read_hosts(hosts).values())
+        refuse(
+            (workers < 2, f"--workers {workers}: nothing is exchanged; give 2 or more"),
+            (seconds <= 0, f"--seconds {seconds:g}: give a positive number"),
+            (
+                min(blocks, threads, timeout) < 1,
+                "--blocks, --threads and --timeout: give positive whole numbers",
+            ),
+            (slots < workers, f"--hosts {hosts}: has fewer slots than --workers"),
+            (
+                folder.exists() and any(folder.iterdir()),
+                f"--out {folder}: is not empty; name a new folder",
+            ),
+            (json and not json.parent.is_dir(), f"{json}: make its folder first"),
+            (not (sizes and wires), "--sizes and --wires: name at least one of each"),
+        )
+        settings = {
+            "workers": workers, "hosts": hosts, "network_interface": network_interface,
+            "blocks": blocks, "sizes": [*map(size_bytes, sizes)], "wires": wires, "model": model,
+            "seconds": seconds, "threads": threads, "cuda": cuda,
+        }  # fmt: skip
+        measure_backends(settings, backends, timeout, folder)
     measurement = read_measurement(folder)
     print(f"\n{text_report(measurement)}")
-    if options.json is not None:
-        write_json(options.json, as_json(measurement))
+    if json is not None:
+        write_json(json, as_json(measurement))
     return 1 if measurement.failed else 0
 
 
-def measure_backends(options: argparse.Namespace, folder: Path) -> None:
+def measure_backends(
+    settings: dict[str, Any], named: Sequence[str], timeout: int, folder: Path
+) -> None:
     """Start each backend that is there once a block, one after the other, and keep what each wrote
-    in `folder`; UserError about what does not go together, or one that was named and is missing."""
-    slots = options.workers if options.hosts is None else sum(read_hosts(options.hosts).values())
-    asked = options.backends or [*BACKENDS]
+    in `folder`; UserError about one that was named and is missing. `settings`: the flags that
+    collectives.json keeps."""
+    for name in named:
+        check_known("--backends", name, BACKENDS)
+    asked = named or [*BACKENDS]
     reasons = {name: missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in asked}
     missing = [f"{name}: not available. {why}" for name, why in reasons.items() if why]
-    refuse(
-        (
-            options.workers < 2,
-            f"--workers {options.workers}: nothing is exchanged; give 2 or more",
-        ),
-        (options.seconds <= 0, f"--seconds {options.seconds:g}: give a positive number"),
-        (
-            min(options.blocks, options.threads, options.timeout) < 1,
-            "--blocks, --threads and --timeout: give positive whole numbers",
-        ),
-        (slots < options.workers, f"--hosts {options.hosts}: has fewer slots than --workers"),
-        (
-            folder.exists() and any(folder.iterdir()),
-            f"--out {folder}: is not empty; name a new folder",
-        ),
-        (
-            options.json and not options.json.parent.is_dir(),
-            f"{options.json}: make its folder first",
-        ),
-        (options.backends and missing, "\n".join(missing)),
-    )
-    findings = [
-        check_load(),
-        check_cores(most_on_a_host(options.workers, options.hosts), options.threads),
-    ]
+    refuse((named and missing, "\n".join(missing)))
+    most = most_on_a_host(settings["workers"], settings["hosts"])
+    findings = [check_load(), check_cores(most, settings["threads"])]
     warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
     print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     backends = [name for name in asked if not reasons[name]]
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "collectives.json", {
         "created_utc": utc_now(), "backends": backends, "cores": os.cpu_count() or 1,
-        "warnings": warnings, **{name: getattr(options, name) for name in KEPT},
+        "warnings": warnings, **settings,
     })  # fmt: skip
     failed: set[str] = set()
-    for block in range(1, options.blocks + 1):
+    for block in range(1, settings["blocks"] + 1):
         for name in (one for one in shuffled(backends, block) if one not in failed):
             place = folder / f"block-{block}" / name
             place.mkdir(parents=True)
-            words, out = command(name, options, place), place / "measurements.jsonl"
-            outcome = start_command(words, place, options.timeout, out)
+            words, out = command(name, settings, place), place / "measurements.jsonl"
+            outcome = start_command(words, place, timeout, out)
             told = f"block {block}  {name:17}  {outcome.seconds:5.1f} s  {outcome.status}"
             print(told, flush=True)
             if outcome.status != "completed":
@@ -158,27 +160,28 @@ def measure_backends(options: argparse.Namespace, folder: Path) -> None:
                 print(shown_tail(place), flush=True)
 
 
-def command(name: str, options: argparse.Namespace, place: Path) -> list[str]:
+def command(name: str, settings: dict[str, Any], place: Path) -> list[str]:
     """Return what starts a backend, as a person would type it in the current directory."""
     configuration = CONFIGURATIONS[BACKENDS[name]]
-    if configuration.launcher == "torchrun" and options.hosts is not None:
+    if configuration.launcher == "torchrun" and settings["hosts"] is not None:
         configuration = CONFIGURATIONS["ddp-mpirun"]  # whose hosts may take unequal numbers
-    configuration = replace(configuration, interface=options.network_interface)
+    configuration = replace(configuration, interface=settings["network_interface"])
     # An MPI may know no GPU's memory.
-    cuda = [] if options.cuda and configuration.transport != "mpi" else ["--no-cuda"]
+    cuda = [] if settings["cuda"] and configuration.transport != "mpi" else ["--no-cuda"]
     return [
-        *configuration.launch_words(options.workers, options.hosts),
+        *configuration.launch_words(settings["workers"], settings["hosts"]),
         path_from_here(configuration.trained_by.allreduce),
-        "--sizes", *map(str, sorted({*options.sizes})), "--wires", *options.wires,
-        "--seconds", f"{options.seconds:g}", "--threads", str(options.threads),
-        "--model", options.model, *configuration.arguments, *cuda,
+        "--sizes", *map(str, sorted({*settings["sizes"]})), "--wires", *settings["wires"],
+        "--seconds", str(settings["seconds"]), "--threads", str(settings["threads"]),
+        "--model", settings["model"], *configuration.arguments, *cuda,
         "--out", str(place / "measurements.jsonl"),
     ]  # fmt: skip
 
 
 main = partial(
-    run_main, SCRIPT, measure_or_show, interrupted="interrupted: all processes were ended"
-)
+    run_tool, SCRIPT, measure_or_show, __doc__,
+    interrupted="interrupted: all processes were ended",
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

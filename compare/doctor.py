@@ -7,7 +7,6 @@
 Ends with exit code 1 if something fails, and 0 if all that was found are warnings.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -39,7 +38,7 @@ from compare.plan.environment import (
 )
 from compare.plan.plan_file import take_hostfile
 from compare.running.checks import OWN_NAME, Finding, HostReport, judged, report_host
-from recipe.command import Flags, parser_of, run_main
+from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import write_json
 
@@ -55,56 +54,49 @@ Networks = dict[str, dict[str, tuple[str, int]]]  # at which address and port ea
 Hosts = dict[str, subprocess.Popen[str]]  # that answer
 
 
-FLAGS: Flags = {
-    "--hosts": {"metavar": "HOST:N,...", "help": "and their workers; slurm: the allocation's"},
-    "--hostfile": {"metavar": "FILE", "help": "the same in lines 'name slots=N'"},
-    "--data": {"type": Path, "metavar": "DIR", "help": "the folder with train/ and val/"},
-    "--network-interface": {"metavar": "NAME", "help": "that connects the hosts"},
-    "--no-allreduce": {"dest": "allreduce", "action": "store_false", "help": "leave the "
-                       "measurement out"},
-    "--json": {"type": Path, "metavar": "FILE", "help": "write the findings as JSON"},
-    "--answer-as": {"help": argparse.SUPPRESS},  # what runs on each host
-}  # fmt: skip
+def look(
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    data: Path | None = None,
+    network_interface: str | None = None,
+    allreduce: bool = True,
+    json: Path | None = None,
+) -> int:
+    """Look at all hosts, or at this one, then at what is between them; print what is found as soon
+    as it is known, and return the exit code.
 
-
-def look(argv: list[str]) -> int:
-    """Look at what the flags name, tell, and return the exit code."""
-    options = parser_of(SCRIPT, __doc__, FLAGS).parse_args(argv)
-    take_hostfile(vars(options))
-    if options.hosts == SLURM:
-        options.hosts = read_allocation()
-    if options.answer_as is not None:
-        answer(options.answer_as, options.data)
-        return 0
-    findings = examine(options)
-    counts = Counter(finding.status for finding in findings)
-    print(f"\n{counts['failed']} failed, {counts['warning']} warnings")
-    if options.json is not None:
-        write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
-    return 1 if counts["failed"] else 0
-
-
-def examine(options: argparse.Namespace) -> list[Finding]:
-    """Look at all hosts, or at this one, then at what is between them; show what is found as soon
-    as it is known, and return it."""
-    interface = options.network_interface
-    names = [socket.gethostname()] if options.hosts is None else list(read_hosts(options.hosts))
+    Args:
+        hosts: The hosts and their workers, as in node0:4,node1:4; `slurm`: the allocation's.
+        hostfile: The same in lines 'name slots=N'.
+        data: The folder with train/ and val/.
+        network_interface: The one that connects the hosts, such as eth0.
+        allreduce: Leave the measurement out.
+        json: Write the findings as JSON.
+    """
+    table: dict[str, Any] = {"hosts": hosts, "hostfile": hostfile}
+    take_hostfile(table)
+    hosts = read_allocation() if table["hosts"] == SLURM else table["hosts"]
+    names = [socket.gethostname()] if hosts is None else list(read_hosts(hosts))
     findings, reports = list[Finding](), dict[str, HostReport]()
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
-        hosts = {name: stack.enter_context(ask(name, options.data)) for name in names}
-        for name, report in zip(names, pool.map(read_report, names, hosts.values()), strict=True):
+        asked = {name: stack.enter_context(ask(name, data)) for name in names}
+        for name, report in zip(names, pool.map(read_report, names, asked.values()), strict=True):
             findings += show(name, report.findings)
             if report.versions:
                 reports[name] = report
         if len(reports) > 1:
-            networks = common_networks(reports, interface)
-            problems = connection_problems(networks, {name: hosts[name] for name in reports})
-            between = network_findings(reports, problems, interface)
+            networks = common_networks(reports, network_interface)
+            problems = connection_problems(networks, {name: asked[name] for name in reports})
+            between = network_findings(reports, problems, network_interface)
             findings += show("between the hosts", [agreement(reports), *between])
-    if options.allreduce and not any(one.status == "failed" for one in findings):
-        findings += show("workers", [measure_allreduce(options.hosts, interface)])
-    return findings
+    if allreduce and not any(one.status == "failed" for one in findings):
+        findings += show("workers", [measure_allreduce(hosts, network_interface)])
+    counts = Counter(finding.status for finding in findings)
+    print(f"\n{counts['failed']} failed, {counts['warning']} warnings")
+    if json is not None:
+        write_json(json, {"findings": [asdict(finding) for finding in findings]})
+    return 1 if counts["failed"] else 0
 
 
 def show(title: str, findings: list[Finding]) -> list[Finding]:
@@ -138,18 +130,19 @@ def ask(host: str, data: Path | None) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def answer(name: str, data: Path | None) -> None:
-    """Answer on a host: print its report, then connect to the places that a line of the input
-    names, network by network, and print what went wrong. Ends with the input."""
+def answer(answer_as: str, data: Path | None = None) -> int:
+    """Answer on the host of this name: print its report, then connect to the places that a line of
+    the input names, network by network, and print what went wrong. Ends with the input."""
     with socket.create_server(("", 0), backlog=1024) as listener, ThreadPoolExecutor(64) as pool:
-        report = report_host(name, data, listener.getsockname()[1])
+        report = report_host(answer_as, data, listener.getsockname()[1])
         print(json.dumps(msgspec.to_builtins(report)), flush=True)
         for line in sys.stdin:
             problems = {}
             for network, places in json.loads(line).items():
-                tried = pool.map(connection_problem, repeat(name), places, places.values())
+                tried = pool.map(connection_problem, repeat(answer_as), places, places.values())
                 problems[network] = [*filter(None, tried)]
             print(json.dumps(problems), flush=True)
+    return 0
 
 
 def connection_problem(name: str, other: str, place: tuple[str, int]) -> str:
@@ -296,8 +289,9 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
     )
 
 
+tool = answer if "--answer-as" in sys.argv else look  # on each host; where a person starts it
 # OSError: --json in a folder that is not there.
-main = partial(run_main, SCRIPT, look, errors=(UserError, OSError))
+main = partial(run_tool, SCRIPT, tool, __doc__, errors=(UserError, OSError))
 
 if __name__ == "__main__":
     sys.exit(main())

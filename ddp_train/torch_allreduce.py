@@ -6,7 +6,6 @@
 compare/collectives.py starts this script and those of the other engines, and compares them.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from ddp_train.rendezvous import choose_transport, meeting_point
 from recipe.allreduce_loop import Backend, run
 from recipe.device import choose_device
-from recipe.settings.config import Config
-from recipe.settings.flags import WIRE_FORMATS, WireFormat
+from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
 from recipe.world import World
 
 
@@ -38,9 +36,8 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], N
     return reduce
 
 
-def connect(options: argparse.Namespace, world: World) -> Backend:
+def connect(config: Config, world: World) -> Backend:
     """Connect the ranks as in DDP."""
-    config = Config(cuda=options.cuda, transport=options.transport)
     device = choose_device(config, world)
     transport, backend = choose_transport(config, world, device)
     dist.init_process_group(backend, **meeting_point(world, backend))
@@ -56,4 +53,4 @@ def connect(options: argparse.Namespace, world: World) -> Backend:
 
 
 if __name__ == "__main__":
-    run(__doc__, connect, ("auto", "mpi"))
+    run(__doc__, connect)

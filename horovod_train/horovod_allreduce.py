@@ -5,18 +5,17 @@
 compare/collectives.py starts this script and those of the other engines, and compares them.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
 import torch
 
-from horovod_train.engine import COMPRESSION, hvd, refuse_lone_copies
+from horovod_train import engine
+from horovod_train.engine import COMPRESSION, hvd
 from recipe.allreduce_loop import Backend, run
 from recipe.device import choose_device
-from recipe.settings.config import Config
-from recipe.settings.flags import WireFormat
-from recipe.world import World, prepare_mpi
+from recipe.settings.flags import Config, WireFormat
+from recipe.world import World
 
 
 def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], None]:
@@ -37,16 +36,14 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], N
     return reduce
 
 
-def connect(options: argparse.Namespace, world: World) -> Backend:
+def connect(config: Config, world: World) -> Backend:
     """Connect the ranks as in training."""
-    device = choose_device(Config(cuda=options.cuda), world)
-    prepare_mpi(world)
+    device = choose_device(config, world)
+    engine.prepare(config, world)
     hvd.init()
-    refuse_lone_copies(world)
-    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
     return Backend(
-        name=f"horovod-{controller.lower()}",
-        transport="NCCL" if device.type == "cuda" and hvd.nccl_built() else controller,
+        name=f"horovod-{'mpi' if hvd.mpi_enabled() else 'gloo'}",
+        transport=engine.check_transport(config, world, device),
         device=device,
         versions={"torch": torch.__version__, "horovod": metadata.version("horovod")},
         prepare=prepare,

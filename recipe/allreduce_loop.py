@@ -5,25 +5,25 @@ baselines/mpi_allreduce.py) says how it sums tensors over the ranks, and calls `
 compare/collectives.py starts the scripts and puts their figures side by side.
 """
 
-import argparse
 import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from recipe.command import parser_of
-from recipe.errors import UserError, one_message
+from recipe.command import call_tool
+from recipe.errors import UserError, one_message, refuse
 from recipe.files import replace_file
 from recipe.ranks import Ranks
-from recipe.settings.flags import WIRE_FORMATS, WireFormat
-from recipe.watch import own_world, start_watchdog
+from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
+from recipe.watch import begin, own_world, start_watchdog
 from recipe.world import World
 
 FP32_BYTES = 4
@@ -32,23 +32,6 @@ MIN_REPETITIONS = 3
 MAX_REPETITIONS = 200
 EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
-
-
-FLAGS: dict[str, dict[str, Any]] = {
-    "--sizes": {"type": int, "nargs": "*", "default": [4096, 1 << 20, 64 << 20], "metavar": "BYTES",
-                "help": "message sizes: bytes of fp32 (default: 4096 1048576 67108864)"},
-    "--wires": {"nargs": "+", "choices": WIRES, "default": list(WIRES), "help": "number formats on "
-                f"the wire (default: {' '.join(WIRES)})"},
-    "--model": {"default": "none", "metavar": "NAME", "help": "any torchvision classification "
-                "model: its gradients as one message, and as one tensor per parameter, last first"},
-    "--seconds": {"type": float, "default": 0.3, "metavar": "S", "help": "time for the repetitions "
-                  f"of one message (default: 0.3; at least {MIN_REPETITIONS} are made, at most "
-                  f"{MAX_REPETITIONS})"},
-    "--threads": {"type": int, "default": 1, "metavar": "N", "help": "CPU threads of each rank for "
-                  "casts and copies (default: 1)"},
-    "--no-cuda": {"dest": "cuda", "action": "store_false", "help": "stay on the CPU"},
-    "--out": {"type": Path, "metavar": "FILE", "help": "JSON lines (default: standard output)"},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,23 +56,12 @@ class Backend:
         return sums.to("cpu", values.dtype)
 
 
-def run(
-    description: str | None,
-    connect: Callable[[argparse.Namespace, World], Backend],
-    transports: Sequence[str] = ("auto",),
-) -> None:
+def run(about: str | None, connect: Callable[[Config, World], Backend]) -> None:
     """Be an engine's script: read the flags, let the ranks `connect`, and measure."""
     world = own_world()
     start_watchdog(world)
     with one_message(world):
-        options = parser_of(sys.argv[0], description, FLAGS | {"--transport": {
-            "choices": transports, "default": "auto",
-            "help": "what carries the messages (default: auto)",
-        }}).parse_args()  # fmt: skip
-        torch.set_num_threads(options.threads)
-        backend = connect(options, world)
-        measure(backend, world, options)
-        backend.close()
+        call_tool(sys.argv[0], partial(measure, connect, world), about, sys.argv[1:])
 
 
 def model_messages(name: str) -> dict[str, list[int]]:
@@ -109,17 +81,45 @@ def model_messages(name: str) -> dict[str, list[int]]:
     return {"model fused": [sum(layers)], "model layers": layers}
 
 
-def measure(backend: Backend, world: World, options: argparse.Namespace) -> None:
+def measure(
+    connect: Callable[[Config, World], Backend],
+    world: World,
+    sizes: tuple[int, ...] = (4096, 1 << 20, 64 << 20),
+    wires: tuple[WireFormat, ...] = WIRES,
+    model: str = "none",
+    seconds: float = 0.3,
+    threads: int = 1,
+    cuda: bool = True,
+    transport: Literal["auto", "nccl", "gloo", "mpi"] = "auto",
+    out: Path | None = None,
+) -> None:
     """Measure every message on every wire; rank 0 writes.
 
     Raises UserError where a sum is wrong, naming backend, message, wire and rank.
+
+    Args:
+        connect: How the ranks meet.
+        world: This rank's place among them.
+        sizes: Message sizes: bytes of fp32.
+        wires: Number formats on the wire.
+        model: Any torchvision classification model: its gradients as one message, and as one tensor
+            per parameter, last first.
+        seconds: Time for the repetitions of one message; at least 3 are made, at most 200.
+        threads: CPU threads of each rank for casts and copies.
+        cuda: Stay on the CPU.
+        transport: What carries the messages, as in a training.
+        out: JSON lines (default: standard output).
     """
     from recipe.record.fingerprint import cpu_model  # slow to import, for one line
 
-    messages = {str(size): [max(1, size // FP32_BYTES)] for size in options.sizes}
-    if options.model != "none":
-        messages |= model_messages(options.model)
-    wires = [wire for wire in options.wires if wire in backend.wires]
+    refuse((not wires, "--wires: name at least one"))
+    torch.set_num_threads(threads)
+    backend = connect(Config(cuda=cuda, transport=transport), world)
+    begin("")  # the ranks have met
+    messages = {str(size): [max(1, size // FP32_BYTES)] for size in sizes}
+    if model != "none":
+        messages |= model_messages(model)
+    measured = [wire for wire in wires if wire in backend.wires]
     gpu = backend.device.type == "cuda"
     lines: list[dict[str, Any]] = [{
         "kind": "world",
@@ -131,14 +131,14 @@ def measure(backend: Backend, world: World, options: argparse.Namespace) -> None
         "hosts": Ranks(world, backend.sum_over_ranks).gather(world.host),
         "launcher": world.launcher,
         "threads": torch.get_num_threads(),
-        "wires": wires,
-        "model": options.model,
+        "wires": measured,
+        "model": model,
         "python": platform.python_version(),
         "versions": backend.versions,
     }]  # fmt: skip
     for name, elements in messages.items():
-        for wire in wires:
-            timed = time_message(backend, world, elements, wire, options.seconds)
+        for wire in measured:
+            timed = time_message(backend, world, elements, wire, seconds)
             if timed["wrong_elements"]:
                 raise UserError(
                     f"{backend.name}: the allreduce of {name} ({timed['bytes']} bytes, {wire} "
@@ -148,10 +148,11 @@ def measure(backend: Backend, world: World, options: argparse.Namespace) -> None
             lines.append({"kind": "allreduce", "message": name, "wire": wire, **timed})
     backend.barrier()  # which a rank with a wrong sum does not reach
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    if world.is_first and options.out is not None:
-        replace_file(options.out, text)
+    if world.is_first and out is not None:
+        replace_file(out, text)
     elif world.is_first:
         print(text, end="", flush=True)
+    backend.close()
 
 
 def time_message(

@@ -2,19 +2,22 @@
 which exit code."""
 
 import argparse
+import inspect
 import io
 import os
+import re
 import select
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 from recipe.errors import UserError, limit_reached
 
 RESUMES = "interrupted: the same command resumes where it stopped"
 LOST = set[str]()  # why output was dropped that may have a reader, in the system's words
 UNREAD_S = 1.0  # how long a rank waits for whoever reads what it says
+UNSHOWN = ("None", "True", "False", "")  # as defaults of flags
 Flags = Mapping[str, Mapping[str, Any]]  # by name, what argparse is told of each
 
 
@@ -85,6 +88,31 @@ def add_flags(parser: Any, flags: Flags) -> None:
         parser.add_argument(name, **settings)
 
 
+def call_tool(name: str, tool: Any, about: str | None, words: Sequence[str]) -> Any:
+    """Call a function with the flags in `words`, its parameters being the flags, or one of several
+    functions, as sub-commands; return what it returns. SystemExit after --help (0), which shows
+    `about`, its first line above the flags, and after a mistake in the flags (2)."""
+    import tyro  # slow, and other commands do without
+
+    first_line, _, examples = (about or "").partition("\n\n")
+    # tyro states every default; what happens without a switch or a path stands in its own text.
+    hint = tyro.conf.arg(help_behavior_hint=lambda it: f"(default: {it})" * (it not in UNSHOWN))
+    for command in [tool] if callable(tool) else tool.values():
+        function = getattr(command, "func", command)  # of a partial
+        function.__doc__ = re.sub(r"\n {8}", " ", inspect.getdoc(function) or "")  # of flags
+        hints = function.__annotations__
+        hints |= {flag: Annotated[kind, hint] for flag, kind in hints.items()}
+    parse: Any = tyro.cli if callable(tool) else tyro.extras.subcommand_cli_from_dict
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    program = f"python {name.removeprefix('python ')}"
+    try:
+        return parse(tool, prog=program, description=first_line, args=words, config=config)
+    except SystemExit as ended:
+        if not ended.code:
+            print(f"\n{examples.rstrip()}")
+        raise
+
+
 def run_tool(
     name: str,
     tool: Callable[..., Any] | Mapping[str, Callable[..., Any]],
@@ -92,15 +120,11 @@ def run_tool(
     argv: list[str] | None = None,
     **more: Any,
 ) -> int:
-    """Run a function as a command, its parameters being the flags, or several as sub-commands, and
-    return the exit code: the function's own, or 0 if it returns lines that say what was done.
-    `more`: as of `run_main`."""
-    import tyro  # slow, and other commands do without
+    """Run a function, or several as sub-commands, by `call_tool`, and return the exit code: the
+    function's own, or 0 if it returns lines that say what was done. `more`: as of `run_main`."""
 
     def body(words: list[str]) -> int:
-        settings = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-        parse: Any = tyro.cli if callable(tool) else tyro.extras.subcommand_cli_from_dict
-        answer = parse(tool, prog=name, description=about, args=words, config=settings)
+        answer = call_tool(name, tool, about, words)
         if isinstance(answer, int):
             return answer
         for line in answer:

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from argparse import ArgumentTypeError
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from compare.page.allreduce import read_measurement, table, text_report
 from compare.plan.plan import Outcome
 from recipe import allreduce_loop as allreduce
 from recipe.allreduce_loop import Backend, pattern_of
-from recipe.command import parser_of
 from recipe.errors import UserError
 from recipe.world import World
 
@@ -246,7 +244,7 @@ def test_the_recorded_result_still_shows(capsys):
 def test_sizes_are_read_as_they_are_written():
     assert [size_bytes(text) for text in ("4096", "4K", "1g")] == [4096, 4096, 1 << 30]
     for text in ("0", "6", "4T", "K"):
-        with pytest.raises(ArgumentTypeError, match=f"^{text} is no size: write 4096, 4K"):
+        with pytest.raises(UserError, match=f"^--sizes {text}: is no size; write 4096, 4K"):
             size_bytes(text)
 
 
@@ -281,16 +279,19 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "told"),
+    ("name", "given", "told"),
     [
-        ("torch.distributed", "--workers 3 --hosts a:2,b:1", "mpirun -np 3 -H a:2,b:1 "),
-        ("torch-mpi", "", "ddp_train/torch_allreduce.py .* --transport mpi --no-cuda "),
-        ("horovod-gloo", "--network-interface eth1", " GLOO_SOCKET_IFNAME=eth1 "),
+        ("torch.distributed", {"workers": 3, "hosts": "a:2,b:1"}, "mpirun -np 3 -H a:2,b:1 "),
+        ("torch-mpi", {}, "ddp_train/torch_allreduce.py .* --transport mpi --no-cuda "),
+        ("horovod-gloo", {"network_interface": "eth1"}, " GLOO_SOCKET_IFNAME=eth1 "),
     ],
 )
-def test_commands(name, words, told):
-    options = parser_of("", "", collectives.FLAGS).parse_args(words.split())
-    assert re.search(told, " ".join(collectives.command(name, options, Path("x"))))
+def test_commands(name, given, told):
+    settings = {
+        "workers": 2, "hosts": None, "network_interface": None, "sizes": [4], "wires": ["fp32"],
+        "seconds": 0.1, "threads": 1, "model": "none", "cuda": True, **given,
+    }  # fmt: skip
+    assert re.search(told, " ".join(collectives.command(name, settings, Path("x"))))
 
 
 def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path, monkeypatch, capsys):
@@ -313,8 +314,8 @@ sys.path.insert(0, {root!r})
 from dataclasses import replace
 from recipe import allreduce_loop as allreduce
 from {module} import connect
-def connect_badly(options, world):
-    backend = connect(options, world)
+def connect_badly(config, world):
+    backend = connect(config, world)
     def prepare(tensors, wire):
         reduce = backend.prepare(tensors, wire)
         def sabotaged():
