@@ -34,10 +34,12 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], o
 def connect(config: Config, world: World) -> Backend:
     """Check that MPI started the ranks."""
     message = lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun")
-    wanted = config.transport
     refuse(
         (message, message),
-        (wanted not in ("auto", "mpi"), f"--transport {wanted}: this is MPI; leave it out"),
+        (
+            config.transport not in ("auto", "mpi"),
+            f"--transport {config.transport}: this script uses MPI itself; leave it out",
+        ),
     )
     library = MPI.Get_library_version().split(",")[0].strip("\0")
     return Backend(

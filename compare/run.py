@@ -13,7 +13,6 @@ Everything after `--` goes to both trainers unchanged; `-- --help` shows their f
 command, given again after Ctrl-C, a crash or a reboot, goes on where the comparison stopped.
 """
 
-import argparse
 import contextlib
 import fcntl
 import os
@@ -26,11 +25,15 @@ import sys
 import time
 import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 from msgspec.structs import replace
+from tyro.conf import Positional, UseAppendAction, arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.records import newest_comparison
@@ -73,7 +76,7 @@ from compare.running.comparison import (
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.scheduler import MeasurementError
 from compare.running.tune import TUNING_ROUNDS, tune, tuning_plan
-from recipe.command import Flags, add_flags, parser_of, run_main
+from recipe.command import call_tool, run_main
 from recipe.errors import UserError, refuse
 from recipe.settings.config import are_digits, check, read_flags
 from recipe.settings.flags import flag_name, last_value, without_flag
@@ -88,39 +91,39 @@ REPLACED = {
     "minutes": ("blocks",),
     "null": ("pairs",),
 }
-# The first field of each group of flags.
+# The first field of each group of flags, and the group's name in --help.
 GROUPS = {
-    "configurations": "what is compared",
-    "workers": "with how many workers, and where",
-    "measure": "how speed is measured, and how long",
-    "seed": "the runs",
+    "configurations": "comparison",
+    "workers": "workers",
+    "measure": "measuring",
+    "seed": "runs",
 }
 
 
 # Flags that are no part of a plan: those of the task, and how it is done.
-TASK: Flags = {
-    "plan": {"nargs": "?", "metavar": "plan", "help": "a ready plan's name or a plan file (TOML; "
-             "compare/plans/ has them; or the plan.json of a comparison, to repeat it); flags win "
-             "over it"},
-    "--list-plans": {"action": "store_true", "help": "show the ready plans, and nothing else"},
-    "--tune": {"type": Path, "metavar": "FILE", "help": "do not compare, but search for the "
-               "settings with which each engine exchanges gradients fastest here, and write them "
-               "into this file, for the trainers' --knobs"},
-    "--rounds": {"dest": "tuning_rounds", "type": int, "metavar": "N", "help": "with --tune: in "
-                 "how many blocks the values of a knob take turns with the best one so far "
-                 f"(default: {TUNING_ROUNDS})"},
-}  # fmt: skip
-PROCEDURE: Flags = {
-    "--hostfile": {"metavar": "FILE", "help": "hosts, in lines of the form 'name "
-                   "slots=N', in place of --hosts"},
-    "--no-warm-up": {"dest": "warm_up", "action": "store_false", "help": "leave out the short run "
-                     "of each engine before the first measured one"},
-    "--out": {"type": Path, "metavar": "DIR", "help": "the comparison's folder; one that exists is "
-              "continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
-              "this plan unfinished)"},
-    "--new": {"action": "store_true", "help": "start afresh, even if this plan is unfinished"},
-    "--dry-run": {"action": "store_true", "help": "print the commands, and nothing else"},
-}  # fmt: skip
+TASK = [
+    ("plan", Annotated[str | None, Positional, arg(metavar="[plan]", help="a ready plan's name or "
+     "a plan file (TOML; compare/plans/ has them; or the plan.json of a comparison, to repeat it); "
+     "flags win over it")], None),
+    ("list_plans", Annotated[bool, arg(help="show the ready plans, and nothing else")], False),
+    ("tune", Annotated[Path | None, arg(metavar="FILE", help="do not compare, but search for the "
+     "settings with which each engine exchanges gradients fastest here, and write them into this "
+     "file, for the trainers' --knobs")], None),
+    ("tuning_rounds", Annotated[int | None, arg(name="rounds", metavar="N", help="with --tune: in "
+     "how many blocks the values of a knob take turns with the best one so far (default: "
+     f"{TUNING_ROUNDS})")], None),
+]  # fmt: skip
+PROCEDURE = [
+    ("hostfile", Annotated[str | None, arg(metavar="FILE", help="hosts, in lines of the form 'name "
+     "slots=N', in place of --hosts")], None),
+    ("warm_up", Annotated[bool, arg(help="leave out the short run of each engine before the first "
+     "measured one")], True),
+    ("out", Annotated[Path | None, arg(metavar="DIR", help="the comparison's folder; one that "
+     "exists is continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
+     "this plan unfinished)")], None),
+    ("new", Annotated[bool, arg(help="start afresh, even if this plan is unfinished")], False),
+    ("dry_run", Annotated[bool, arg(help="print the commands, and nothing else")], False),
+]  # fmt: skip
 
 
 # The command.
@@ -159,7 +162,7 @@ def answer(argv: list[str]) -> int:
             return 130
 
 
-def choose_folder(plan: Plan, options: argparse.Namespace) -> Path:
+def choose_folder(plan: Plan, options: SimpleNamespace) -> Path:
     """Return the folder that the user names, that of the same search or unfinished comparison, or a
     new one, whose name is its date and time, so that names sort by age."""
     if options.out is not None:
@@ -189,19 +192,21 @@ def unfinished_folder(plan: Plan) -> Path | None:
     return folder if is_this and not is_finished(plan, folder) else None
 
 
-def take_default_plan(options: argparse.Namespace) -> None:
+def take_default_plan(options: SimpleNamespace) -> None:
     """Where the command line names neither what is to be compared nor where: both engines over each
     transport that both have, on this machine. On its GPUs that is NCCL, with both wire formats."""
-    named = (options.plan, options.configurations, options.configuration, options.side)
-    if any(named) or any((options.null, options.tune, options.hosts, options.hostfile)):
+    if any((
+        options.plan, options.configurations, options.configuration, options.side, options.null,
+        options.tune, options.hosts, options.hostfile,
+    )):  # fmt: skip
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
     options.plan = "square-nccl" if gpus else "square"
     if gpus:
-        options.workers = options.workers or [str(min(2, gpus))]
+        options.workers = options.workers or (str(min(2, gpus)),)
 
 
-def leave_out_missing(plan: Plan, options: argparse.Namespace) -> Plan:
+def leave_out_missing(plan: Plan, options: SimpleNamespace) -> Plan:
     """Return the plan with what can run here, and say so: without the configurations whose engine
     or transport is not installed, unless nothing would be left, or the command line names some."""
     if plan.side:
@@ -239,7 +244,7 @@ def locked(folder: Path) -> Iterator[None]:
                 shutil.rmtree(folder)
 
 
-def run_plan(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
+def run_plan(plan: Plan, folder: Path, options: SimpleNamespace, argv: list[str]) -> int:
     """Run what is missing of the plan in this folder and return the exit code."""
     if options.new and (folder / "plan.json").exists():
         raise UserError(
@@ -332,45 +337,48 @@ def warm_up(plan: Plan, folder: Path) -> bool:
 # Its flags, derived from Plan, and the plan that they and a plan file make.
 
 
-def parse_options(argv: list[str], about: str) -> argparse.Namespace:
+def parse_options(argv: list[str], about: str) -> SimpleNamespace:
     """Read the flags; what stands after the first `--` is the trainers'. A flag that says something
-    about the plan bears the name of its key and is None where it was not given."""
+    about the plan bears the name of its key, and is None or () where it was not given."""
     own, trainer = split_words_at_dashes(argv)
-    parser = parser_of(
-        SCRIPT,
-        about,
-        TASK,
-        usage=f"python {SCRIPT} [plan] [flags] [-- flags of the trainers]",
-        allow_abbrev=False,
-    )
-    group: Any = parser
+    groups: dict[str, list[Any]] = {
+        "task": TASK, **{name: [] for name in GROUPS.values()}, "procedure": PROCEDURE,
+    }  # fmt: skip
     for field in FIELDS:
         meta, key = meta_of(field.type), field.encode_name
         if key in GROUPS:
-            group = parser.add_argument_group(GROUPS[key])
+            group = groups[GROUPS[key]]
         if meta.description:
-            kind, metavar = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
-            more = {
-                bool: {"action": "store_const", "const": True},
-                dict: {"action": "append", "metavar": metavar, "type": partial(named, key)},
-                tuple: {"nargs": "+", "metavar": metavar},
-                typing.Literal: {"choices": typing.get_args(kind)},
-            }.get(typing.get_origin(kind) or kind, {"metavar": metavar})
-            group.add_argument(
-                flag_of(field), dest=key, help=meta.description.replace("%", "%%"), **more
+            given, word = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
+            part = PrimitiveConstructorSpec(
+                nargs=1, metavar=word, instance_from_str=partial(named, key),
+                is_instance=bool, str_from_instance=list,  # of defaults, which there are none of
+            )  # fmt: skip
+            kinds: dict[Any, tuple[Any, Any, str | None]] = {
+                bool: (bool | None, None, None),
+                dict: (UseAppendAction[tuple[Annotated[Any, part], ...]], (), word),
+                tuple: (tuple[str, ...] | None, None, f"{word} [{word} ...]"),
+                typing.Literal: (given | None, None, None),
+            }
+            kind, default, shown = kinds.get(
+                typing.get_origin(given) or given, (str | None, None, word)
             )
-    add_flags(parser.add_argument_group("how it is done"), PROCEDURE)
-    return parser.parse_args(own, argparse.Namespace(arguments_after_dashes=trainer))
+            text = arg(name=flag_of(field)[2:], metavar=shown, help=meta.description)
+            group.append((key, Annotated[kind, text], default))
+    flags = make_dataclass("Flags", [(name, make_dataclass(name, groups[name])) for name in groups])
+    parsed = vars(call_tool(SCRIPT, flags, about, own)).values()
+    options = {key: value for group in parsed for key, value in vars(group).items()}
+    return SimpleNamespace(**options, arguments_after_dashes=trainer)
 
 
-def named(key: str, text: str) -> tuple[str, Any]:
+def named(key: str, texts: Sequence[str]) -> tuple[str, Any]:
     """Read what a flag says of a thing with a name: `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a
     configuration; `NAME=[VARIABLE=VALUE ...] command`, a script of a user's own;
     `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin."""
     if key in ("goals", "margins"):
-        pair, _, value = text.rpartition("=")
+        pair, _, value = texts[0].rpartition("=")
         return pair, value
-    name, _, rest = text.partition("=")
+    name, _, rest = texts[0].partition("=")
     words, variables = shlex.split(rest), dict[str, str]()
     if key == "case":
         return name, {"flags": words}
@@ -386,10 +394,10 @@ def named(key: str, text: str) -> tuple[str, Any]:
 NAMED = ("configuration", "case", "side", "goals", "margins")
 
 
-def given_table(options: argparse.Namespace) -> dict[str, Any]:
+def given_table(options: SimpleNamespace) -> dict[str, Any]:
     """Return what the flags say about the plan, by the keys of a plan file."""
-    given = {key: getattr(options, key, None) for key in KEYS}
-    table = {key: value for key, value in given.items() if value is not None}
+    given = ((key, getattr(options, key, None)) for key in KEYS)
+    table = {key: value for key, value in given if value not in (None, ())}
     for key in NAMED:
         names = [name for name, _ in table.get(key, ())]
         for name in {name for name in names if names.count(name) > 1}:
@@ -420,26 +428,31 @@ def merged(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: SimpleNamespace) -> Plan:
     """Return the plan of the file, if one is named, with what the flags say on top of it."""
     file = read_plan_file(options.plan) if options.plan else {}
-    after_dashes = options.arguments_after_dashes
     plan = typed(merged(file, given_table(options)), Plan, strict=False)
     words = list(plan.trainer_arguments)
-    if last_value(words, "--data") == "digits" and not are_digits(after_dashes):
+    if last_value(words, "--data") == "digits" and not are_digits(options.arguments_after_dashes):
         words = without_flag(words, "--preset")  # other images have their own
     plan = replace(
         plan,
         configurations=tuple(dict.fromkeys(plan.configurations)),
         workers=tuple(sorted(set(plan.workers))),
-        trainer_arguments=Words((*words, *after_dashes)),
+        trainer_arguments=Words((*words, *options.arguments_after_dashes)),
         allocation=read_allocation() if plan.is_allocation else None,
     )
     check_plan(plan)
-    refuse((
-        options.tuning_rounds is not None and options.tune is None,
-        f"--rounds {options.tuning_rounds}: belongs to --tune; here give --blocks",
-    ))  # fmt: skip
+    refuse(
+        (
+            options.tuning_rounds is not None and options.tune is None,
+            f"--rounds {options.tuning_rounds}: belongs to --tune; here give --blocks",
+        ),
+        *(
+            (getattr(options, key) == (), f"--{key}: give at least one value")
+            for key in ("configurations", "pairs", "workers")
+        ),
+    )
     if plan.side:
         return plan
     most = most_on_a_host(max(plan.workers), plan.hosts)

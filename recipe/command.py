@@ -1,7 +1,6 @@
 """How a command begins and ends: its flags, what it tells the user without a traceback, and with
 which exit code."""
 
-import argparse
 import inspect
 import io
 import os
@@ -10,6 +9,7 @@ import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from typing import Annotated, Any
 
 from recipe.errors import UserError, limit_reached
@@ -18,7 +18,6 @@ RESUMES = "interrupted: the same command resumes where it stopped"
 LOST = set[str]()  # why output was dropped that may have a reader, in the system's words
 UNREAD_S = 1.0  # how long a rank waits for whoever reads what it says
 UNSHOWN = ("None", "True", "False", "")  # as defaults of flags
-Flags = Mapping[str, Mapping[str, Any]]  # by name, what argparse is told of each
 
 
 class _LossyOutput(io.FileIO):
@@ -68,26 +67,6 @@ def prepare_output(patience_s: float | None = None) -> None:
             setattr(sys, name, io.TextIOWrapper(buffer, *settings, line_buffering=True))
 
 
-def parser_of(name: str, about: str | None, flags: Flags, **more: Any) -> argparse.ArgumentParser:
-    """Return the parser of a command, which `about` describes: in a line, and by examples."""
-    first_line, _, examples = (about or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog=f"python {name}",
-        description=first_line,
-        epilog=examples.strip("\n"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **more,
-    )
-    add_flags(parser, flags)
-    return parser
-
-
-def add_flags(parser: Any, flags: Flags) -> None:
-    """Add flags to a parser, or to a group of one."""
-    for name, settings in flags.items():
-        parser.add_argument(name, **settings)
-
-
 def call_tool(name: str, tool: Any, about: str | None, words: Sequence[str]) -> Any:
     """Call a function with the flags in `words`, its parameters being the flags, or one of several
     functions, as sub-commands; return what it returns. SystemExit after --help (0), which shows
@@ -100,8 +79,10 @@ def call_tool(name: str, tool: Any, about: str | None, words: Sequence[str]) -> 
     for command in [tool] if callable(tool) else tool.values():
         function = getattr(command, "func", command)  # of a partial
         function.__doc__ = re.sub(r"\n {8}", " ", inspect.getdoc(function) or "")  # of flags
-        hints = function.__annotations__
-        hints |= {flag: Annotated[kind, hint] for flag, kind in hints.items()}
+        for group in (function, *filter(is_dataclass, function.__annotations__.values())):
+            group.__annotations__ |= {
+                flag: Annotated[kind, hint] for flag, kind in group.__annotations__.items()
+            }
     parse: Any = tyro.cli if callable(tool) else tyro.extras.subcommand_cli_from_dict
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     program = f"python {name.removeprefix('python ')}"

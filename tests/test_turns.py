@@ -587,8 +587,8 @@ def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, benc
 
 
 @pytest.mark.parametrize(("gpus", "words", "plan", "workers"), [
-    (0, [], "square", None), (0, ["--workers", "4"], "square", ["4"]),
-    (1, [], "square-nccl", ["1"]), (8, [], "square-nccl", ["2"]),
+    (0, [], "square", None), (0, ["--workers", "4"], "square", ("4",)),
+    (1, [], "square-nccl", ("1",)), (8, [], "square-nccl", ("2",)),
     (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
     (0, ["wire-format"], "wire-format", None),
     (0, ["--hosts", "a:2,b:2"], None, None),

@@ -8,11 +8,11 @@ the defaults in new blocks, because the blocks that selected them overestimate t
 shows no gain, the values are written as comments.
 """
 
-import argparse
 import os
 import platform
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 from msgspec.structs import replace
 
@@ -46,7 +46,7 @@ NO_FLAGS = (
 )  # fmt: skip
 
 
-def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
+def tuning_plan(plan: Plan, options: SimpleNamespace) -> Plan:
     """Return the plan of the search: one configuration of each engine, one training, one number of
     workers. UserError if the flags ask for something else."""
     options.tuning_rounds = options.tuning_rounds or TUNING_ROUNDS
@@ -91,7 +91,7 @@ def tuning_plan(plan: Plan, options: argparse.Namespace) -> Plan:
     )
 
 
-def tune(plan: Plan, folder: Path, options: argparse.Namespace, argv: list[str]) -> int:
+def tune(plan: Plan, folder: Path, options: SimpleNamespace, argv: list[str]) -> int:
     """Search for each engine's best knobs and write the file; return the exit code. `plan` comes
     from `tuning_plan`."""
     parts = [
