@@ -1,4 +1,4 @@
 """What run folders show: records are read and checked, and give paired ratios, tables and verdicts.
 
-Enters: pure functions of files and figures. Not: starting runs, drawing, torch.
+Belongs here: pure functions of files and figures. Not here: starting runs, drawing, torch.
 """
