@@ -815,7 +815,7 @@ def test_a_file_that_is_not_there_says_how_it_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        parse_knobs("", tmp_path / "none.toml")
+        parse_knobs("", tmp_path / "none.toml", size=1)  # alone: no test beside it holds its lock
     assert re.fullmatch(".*there is no such file.*--tune.*\n", capsys.readouterr().err)
 
 

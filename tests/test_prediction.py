@@ -335,7 +335,7 @@ def test_the_past_error_is_that_of_the_recorded_check() -> None:
     ).format(**recorded) == predict.PAST_ERROR
     page = (ROOT / "docs" / "prediction.md").read_text()
     assert f"({Path('..') / folder.relative_to(ROOT)}/table.md)" in page
-    said = "{:.1f} % in the median (goal 8 %) and {:.0f} % at worst".format(
+    said = "the median error is {:.1f} % (goal 8 %) and the largest {:.0f} %".format(
         100 * recorded["median"], 100 * recorded["worst"]
     )
     assert said in page and f"; {recorded['covered']:.0%} are".replace("%", " %") in page

@@ -408,7 +408,8 @@ class RunFlags:
         "Also write a checkpoint when the last one is this many minutes old. 0: never.")
     keep_checkpoints: int = run(2, at_least(0), help=
         "How many of the newest checkpoints to keep. Beside them the best one is kept, one that "
-        "is at least an epoch (or 1,000 steps) older, and the next in line to replace that one. "
+        "is an epoch older (1,000 steps in longer epochs), and the next in line to replace that "
+        "one. "
         "0: write no checkpoints.")
     weight_check_steps: int = run(500, at_least(0), needs=("training", "workers"), help=
         "Steps between two checks that all ranks have the same weights; each checkpoint checks it, "
