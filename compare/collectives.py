@@ -95,22 +95,7 @@ def measure_or_show(
     """
     folder = show or out or Path("runs") / f"collectives-{utc_stamp()}"
     if show is None:
-        slots = workers if hosts is None else sum(read_hosts(hosts).values())
-        refuse(
-            (workers < 2, f"--workers {workers}: nothing is exchanged; give 2 or more"),
-            (seconds <= 0, f"--seconds {seconds:g}: give a positive number"),
-            (
-                min(blocks, threads, timeout) < 1,
-                "--blocks, --threads and --timeout: give positive whole numbers",
-            ),
-            (slots < workers, f"--hosts {hosts}: has fewer slots than --workers"),
-            (
-                folder.exists() and any(folder.iterdir()),
-                f"--out {folder}: is not empty; name a new folder",
-            ),
-            (json and not json.parent.is_dir(), f"{json}: make its folder first"),
-            (not (sizes and wires), "--sizes and --wires: name at least one of each"),
-        )
+        refuse((json and not json.parent.is_dir(), f"{json}: make its folder first"))
         settings = {
             "workers": workers, "hosts": hosts, "network_interface": network_interface,
             "blocks": blocks, "sizes": [*map(size_bytes, sizes)], "wires": wires, "model": model,
@@ -128,16 +113,34 @@ def measure_backends(
     settings: dict[str, Any], named: Sequence[str], timeout: int, folder: Path
 ) -> None:
     """Start each backend that is there once a block, one after the other, and keep what each wrote
-    in `folder`; UserError about one that was named and is missing. `settings`: the flags that
-    collectives.json keeps."""
+    in `folder`; UserError about settings that make no measurement, and about a backend that was
+    named and is missing. `settings`: the flags that collectives.json keeps."""
+    workers, hosts = settings["workers"], settings["hosts"]
+    slots = workers if hosts is None else sum(read_hosts(hosts).values())
+    refuse(
+        (workers < 2, f"--workers {workers}: nothing is exchanged; give 2 or more"),
+        (settings["seconds"] <= 0, f"--seconds {settings['seconds']:g}: give a positive number"),
+        (
+            min(settings["blocks"], settings["threads"], timeout) < 1,
+            "--blocks, --threads and --timeout: give positive whole numbers",
+        ),
+        (slots < workers, f"--hosts {hosts}: has fewer slots than --workers"),
+        (
+            folder.exists() and any(folder.iterdir()),
+            f"--out {folder}: is not empty; name a new folder",
+        ),
+        (
+            not (settings["sizes"] and settings["wires"]),
+            "--sizes and --wires: name at least one of each",
+        ),
+    )
     for name in named:
         check_known("--backends", name, BACKENDS)
     asked = named or [*BACKENDS]
     reasons = {name: missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in asked}
     missing = [f"{name}: not available. {why}" for name, why in reasons.items() if why]
     refuse((named and missing, "\n".join(missing)))
-    most = most_on_a_host(settings["workers"], settings["hosts"])
-    findings = [check_load(), check_cores(most, settings["threads"])]
+    findings = [check_load(), check_cores(most_on_a_host(workers, hosts), settings["threads"])]
     warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
     print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     backends = [name for name in asked if not reasons[name]]

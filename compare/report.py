@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 from recipe.command import run_tool
-from recipe.errors import UserError, refuse
+from recipe.errors import refuse, system_errors
 from recipe.files import replace_file
 
 SCRIPT = "compare/report.py"
+ELSEWHERE = "--html FILE writes the page elsewhere, --no-html none"
 
 
 def report(
@@ -71,14 +72,9 @@ def report(
         plots = draw_plots(reports[0])
         files |= {svg / f"{plot.name}.svg": standalone(plot.svg) for plot in plots}
     for path, text in files.items():
-        try:
+        with system_errors(path, "cannot be written", ELSEWHERE):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, text)
-        except OSError as error:
-            raise UserError(
-                f"{error.filename}: {error.strerror}; --html FILE writes the page elsewhere, "
-                "--no-html none"
-            ) from None
         print(f"written: {path}\n", file=sys.stdout if form == "text" else sys.stderr)
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)

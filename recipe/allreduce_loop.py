@@ -110,8 +110,6 @@ def measure(
         transport: What carries the messages, as in a training.
         out: JSON lines (default: standard output).
     """
-    from recipe.record.fingerprint import cpu_model  # slow to import, for one line
-
     refuse((not wires, "--wires: name at least one"))
     torch.set_num_threads(threads)
     backend = connect(Config(cuda=cuda, transport=transport), world)
@@ -120,22 +118,7 @@ def measure(
     if model != "none":
         messages |= model_messages(model)
     measured = [wire for wire in wires if wire in backend.wires]
-    gpu = backend.device.type == "cuda"
-    lines: list[dict[str, Any]] = [{
-        "kind": "world",
-        "backend": backend.name,
-        "transport": backend.transport,
-        "device": backend.device.type,
-        "device_name": torch.cuda.get_device_name(backend.device) if gpu else cpu_model(),
-        "ranks": world.size,
-        "hosts": Ranks(world, backend.sum_over_ranks).gather(world.host),
-        "launcher": world.launcher,
-        "threads": torch.get_num_threads(),
-        "wires": measured,
-        "model": model,
-        "python": platform.python_version(),
-        "versions": backend.versions,
-    }]  # fmt: skip
+    lines = [{**world_line(backend, world), "wires": measured, "model": model}]
     for name, elements in messages.items():
         for wire in measured:
             timed = time_message(backend, world, elements, wire, seconds)
@@ -153,6 +136,26 @@ def measure(
     elif world.is_first:
         print(text, end="", flush=True)
     backend.close()
+
+
+def world_line(backend: Backend, world: World) -> dict[str, Any]:
+    """What is measured on, for the first line of the output."""
+    from recipe.record.fingerprint import cpu_model  # slow to import, for one line
+
+    on_gpu = backend.device.type == "cuda"
+    return {
+        "kind": "world",
+        "backend": backend.name,
+        "transport": backend.transport,
+        "device": backend.device.type,
+        "device_name": torch.cuda.get_device_name(backend.device) if on_gpu else cpu_model(),
+        "ranks": world.size,
+        "hosts": Ranks(world, backend.sum_over_ranks).gather(world.host),
+        "launcher": world.launcher,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": backend.versions,
+    }
 
 
 def time_message(

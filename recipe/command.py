@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Annotated, Any
 
 from recipe.errors import UserError, limit_reached
@@ -74,15 +75,8 @@ def call_tool(name: str, tool: Any, about: str | None, words: Sequence[str]) -> 
     import tyro  # slow, and other commands do without
 
     first_line, _, examples = (about or "").partition("\n\n")
-    # tyro states every default; what happens without a switch or a path stands in its own text.
-    hint = tyro.conf.arg(help_behavior_hint=lambda it: f"(default: {it})" * (it not in UNSHOWN))
     for command in [tool] if callable(tool) else tool.values():
-        function = getattr(command, "func", command)  # of a partial
-        function.__doc__ = re.sub(r"\n {8}", " ", inspect.getdoc(function) or "")  # of flags
-        for group in (function, *filter(is_dataclass, function.__annotations__.values())):
-            group.__annotations__ |= {
-                flag: Annotated[kind, hint] for flag, kind in group.__annotations__.items()
-            }
+        _prepare_help(getattr(command, "func", command))  # of a partial
     parse: Any = tyro.cli if callable(tool) else tyro.extras.subcommand_cli_from_dict
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     program = f"python {name.removeprefix('python ')}"
@@ -92,6 +86,20 @@ def call_tool(name: str, tool: Any, about: str | None, words: Sequence[str]) -> 
         if not ended.code:
             print(f"\n{examples.rstrip()}")
         raise
+
+
+@cache
+def _prepare_help(function: Any) -> None:
+    """Have tyro show a flag's text as one paragraph, and only those defaults that say something:
+    what happens without a switch or a path is in its text. Once for each function."""
+    import tyro
+
+    hint = tyro.conf.arg(help_behavior_hint=lambda it: f"(default: {it})" * (it not in UNSHOWN))
+    function.__doc__ = re.sub(r"\n {8}", " ", inspect.getdoc(function) or "")
+    for group in (function, *filter(is_dataclass, function.__annotations__.values())):
+        group.__annotations__ |= {
+            flag: Annotated[kind, hint] for flag, kind in group.__annotations__.items()
+        }
 
 
 def run_tool(

@@ -154,7 +154,9 @@ def test_speed(
     """Images/s by the wall clock and by the steps' own times, which in large batches may differ by
     2 %: in small ones what lies between the steps counts for more."""
     if dry and ("--compile" in flags or batch > 32):
-        pytest.skip("small, all batches are the same, and the compiler takes minutes")
+        pytest.skip(
+            "needs a GPU: in a dry run all batches are the same, and compiling takes minutes"
+        )
     summary = train("run", f"{flags} --batch-size {batch} --max-steps {steps}").summary
     wall, own = summary["wall_images_per_second"], summary["images_per_second"]
     note(wall_images_per_second=wall, images_per_second=own)

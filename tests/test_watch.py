@@ -346,7 +346,7 @@ print(len(os.sched_getaffinity(0)))
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize(
     ("variables", "bound"),
     [

@@ -2,16 +2,17 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import Finished, run
 
 from tools import namespaces
 from tools.namespaces import SEARCH_PATH
 
-__all__ = ["BIN", "SEARCH_PATH", "Host", "hosts"]
+__all__ = ["BIN", "SEARCH_PATH", "Host", "hosts", "left_behind"]
 BIN = Path(sys.executable).parent
 
 
@@ -31,3 +32,15 @@ def hosts(folder: Path, names: tuple[str, ...] = ("node0", "node1")) -> Iterator
         pytest.skip(f"namespaces need {lacking}: as root, after bash tools/debian_packages.sh")
     with namespaces.hosts(folder, names) as made:
         yield [Host(**vars(host)) for host in made]
+
+
+def left_behind(hosts: Sequence[namespaces.Host]) -> list[list[str]]:
+    """Return the command lines that still run on these hosts. Only what removes the loader workers'
+    semaphores may outlive the ranks, by a moment; a process that is ending has no line any more."""
+    lines = dict[psutil.Process, list[str]]()
+    for process in (process for host in hosts for process in host.processes()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines[process] = process.cmdline()
+    last = [one for one, words in lines.items() if not words or "resource_tracker" in words[-1]]
+    _, alive = psutil.wait_procs(last, timeout=10)
+    return [words for process, words in lines.items() if process not in last or process in alive]

@@ -16,7 +16,7 @@ from elastic import (
     steps_in,
     write_slots,
 )
-from hosts import SEARCH_PATH, Host
+from hosts import SEARCH_PATH, Host, left_behind
 from launching import SMALL, TRAINERS, resumed_at, run, wait_until
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -54,7 +54,7 @@ def test_a_host_leaves_returns_and_is_lost(two_hosts: list[Host], tmp_path: Path
     cooldown = "--blacklist-cooldown-range 5 10"
     words = command(tmp_path, "--checkpoint-steps 5", "eth0", cooldown)
     run(node0.inside(*words), 840, meanwhile, PATH=SEARCH_PATH).checked()
-    assert [process.cmdline() for host in two_hosts for process in host.processes()] == []
+    assert left_behind(two_hosts) == []
     assert images_of(checked_steps(tmp_path)[-1]) == 36
     assert len(resumed_at(tmp_path)) in (4, 5)
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-from hosts import SEARCH_PATH, Host, hosts
+from hosts import SEARCH_PATH, Host, hosts, left_behind
 from launching import ROOT, SMALL, Finished, read_json
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -65,14 +64,6 @@ def one_host_weights(
         command = f"{line} {TRAINING} --log-dir {folder} --name {name}"
         two_hosts[0].run(command.split(), **ENVIRONMENT).checked()
     return {name: weights(folder / name, ["node0"] * 4) for name in ON_ONE_HOST}
-
-
-def left_behind(hosts: list[Host]) -> list[list[str]]:
-    """Return the command lines that still run on these hosts. What removes the loader workers'
-    semaphores may outlive the ranks by a moment."""
-    processes = [process for host in hosts for process in host.processes()]
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    return [process.cmdline() for process in alive]
 
 
 def weights(folder: Path, rank_hosts: list[str]) -> str:
@@ -252,4 +243,4 @@ def test_an_ordinary_user_trains_on_two_hosts(line: str, user: User) -> None:
     folder = user.home / "runs" / name
     assert read_json(folder / "environment.json")["rank_hosts"] == ["node0", "node1"]
     assert (folder / "summary.json").stat().st_uid == UID
-    assert [p.cmdline() for host in user.hosts for p in host.processes()] == []
+    assert left_behind(user.hosts) == []
