@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -348,3 +349,21 @@ def test_the_docs_show_the_published_scaling_as_it_is_predicted() -> None:
     page = cells((ROOT / "docs" / "prediction.md").read_text())
     rows = cells(published_scaling.table())[2:]
     assert rows and not [row for row in rows if row not in page]
+
+
+def test_the_docs_tell_the_errors_of_the_recorded_check_by_turns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = "results/xeon-amx-2-cores/2026-11-27-prediction-by-turns"
+    assert predict.main([str(ROOT / folder)]) == 0
+    found = re.search(
+        r"Checked here on 8 runs of up to 4 workers .*: off by (\S+)% in the median, (\S+)% at "
+        r"worst; 88% of the steps lay",  # seven of eight
+        capsys.readouterr().out,
+    )
+    assert found
+    page = " ".join((ROOT / "docs" / "prediction.md").read_text().split())
+    assert (
+        f"over eight held-out points the median error is {found[1]} % and the largest {found[2]} "
+        f"%; seven are inside their interval (`{folder}`)"
+    ) in page
