@@ -26,9 +26,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from making import CPU, TinyNet, a_config, a_world
+from needs import needs_timm
 from safetensors import safe_open
 from safetensors.torch import save, save_file
-from test_optimizers import WITHOUT_TIMM
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -888,11 +888,15 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "classes"), [*((arch, 5) for arch in HEADS), ("resnet18", 3)])
+@pytest.mark.parametrize(
+    ("arch", "classes"),
+    [
+        *(pytest.param(x, 5, marks=needs_timm if "timm:" in x else ()) for x in HEADS),
+        ("resnet18", 3),
+    ],
+)
 def test_all_but_the_last_layer_of_a_file(arch: str, classes: int, tmp_path: Path) -> None:
     """--new-head; without it the file of another number of classes is refused."""
-    if arch.startswith("timm:"):
-        pytest.importorskip("timm", reason=WITHOUT_TIMM)
     (part, head), pixels = HEADS[arch], {"train_crop_size": 224, "val_crop_size": 224}
     config = a_config(arch=arch, **pixels, weights=str(tmp_path / "w.pth"), seed=1)
     theirs = build_model(config, classes, download=False).state_dict()

@@ -4,7 +4,6 @@ Each check looks at the page as it is laid out, in a headless Chromium that is d
 DevTools protocol (by Playwright, which downloads nothing here: the browser is the system's).
 """
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import skip_if_missing
 from records import a_plan, edit
 from test_compare_records import make_comparison, make_square
 
@@ -27,10 +27,7 @@ CHROMIUM = next(
 
 @pytest.fixture(scope="module")
 def browser():
-    if os.environ.get("CI", "").lower() not in ("1", "true", "yes"):
-        if not CHROMIUM:
-            pytest.skip("there is no Chromium: bash tools/debian_packages.sh installs it")
-        pytest.importorskip("playwright.sync_api", reason="make setup installs Playwright")
+    skip_if_missing([] if CHROMIUM else ["chromium"], "Chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

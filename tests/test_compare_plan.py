@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import needs
 import psutil
 import pytest
 from making import write_program
@@ -680,7 +681,7 @@ def test_ready_hostfiles_are_read_by_horovod_and_by_us(path: Path) -> None:
     """Horovod's reader dies on comments and blank lines; Open MPI's is tested by the cluster
     tests."""
     name = "horovod.runner.common.util.hosts"
-    horovod_hosts = pytest.importorskip(name, reason="Horovod is missing: make setup builds it")
+    horovod_hosts = pytest.importorskip(name, reason=needs.HOROVOD)
     assert horovod_hosts.parse_host_files(str(path)) == read_hostfile(path)
 
 

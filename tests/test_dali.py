@@ -2,7 +2,6 @@
 
 import os
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from making import CPU, a_world, folder_config, write_images
+from needs import needs_dali, needs_gpu
 from PIL import Image
 
 from recipe.data.batches import (
@@ -22,19 +22,12 @@ from recipe.data.batches import (
 from recipe.errors import UserError
 from recipe.settings.config import Config
 
-needs_dali = pytest.mark.skipif(
-    not Path(sysconfig.get_path("platlib"), "nvidia", "dali").is_dir(),
-    reason="DALI is not installed: pip install -e '.[dali]'",
-)
 DALI_CANNOT = ", .* DALI says: nvImageCodec"
 DEVICES = [
     CPU,
     pytest.param(
         torch.device("cuda", 0),
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-        ],
+        marks=[pytest.mark.gpu, needs_gpu],
     ),
 ]
 

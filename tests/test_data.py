@@ -4,9 +4,7 @@ import contextlib
 import errno
 import itertools
 import math
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launching import ROOT, rarely
 from making import CPU, a_config, a_world, folder_config, in_ranks, write_images
+from needs import needs_gpu, skip_if_missing
 from PIL import Image
 from test_images import encoded, noisy_jpeg, picture
 
@@ -60,6 +59,7 @@ from recipe.record.meter import StepMeter
 from recipe.settings.config import Config
 from recipe.training.optimizers import learning_rate
 from recipe.training.state import Progress
+from tools.namespaces import is_root
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_each_batch_is_copied_while_the_one_before_is_used(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_batches_on_a_gpu(data: Data, folders: Config, channels_last: bool, workers: int) -> None:
@@ -380,8 +380,7 @@ def test_workers_that_cannot_hand_over_are_one_sentence(
     if is_small:
         mount = SMALL_SHM.format(python=sys.executable, script=script)
         command = ["unshare", "--mount", "sh", "-c", mount]
-        if os.getuid() or shutil.which("unshare") is None:
-            pytest.skip("a small /dev/shm needs root and unshare")
+        skip_if_missing([] if is_root() else ["root"], "a small /dev/shm")
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     words = "cannot hand over a batch of 1,9" if is_small else "a loader worker was killed"

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from making import write_program
+from needs import SSHD, needs_sshd
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
@@ -20,7 +20,6 @@ DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 COMPOSE_FILES = [DOCKER / "compose.yaml", DOCKER / "compose.gpu.yaml"]
 BIN = Path(sys.executable).parent
 NAME = "imagenet-horovod-ddp"
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 # What lies at the top of the checkout and is meant to stay out of the images.
 LEFT_OUT = {".ci", ".github", ".gitignore"}
 PACKAGES_DEPEND_ON = {
@@ -112,10 +111,7 @@ def test_ssh_and_sshd_mean_the_same_port_and_keys() -> None:
     assert said(r"Port (\d+)", "ssh_config") == said(r"^Port (\d+)", "sshd_config")
 
 
-@pytest.mark.skipif(
-    SSHD is None or shutil.which("ssh-keygen") is None,
-    reason="no sshd or ssh-keygen: bash tools/debian_packages.sh installs them",
-)
+@needs_sshd
 def test_sshd_understands_its_configuration() -> None:
     # Run by root, it would want a folder of the system's; in the image it is not run by root.
     nobody, is_root = 65534, os.geteuid() == 0

@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from making import TinyNet, a_config, a_world
+from needs import needs_gpu
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -325,7 +326,7 @@ def test_gradients_are_those_of_torch_s_engine() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("settings", [row[0] for row in STEPS], ids=names_of(STEPS))
 def test_waits_of_a_step_on_a_gpu(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+import needs
 import pytest
 import torch
 from launching import ROOT, TRAINERS, read_json, run
@@ -79,7 +80,7 @@ def note(record_property: Any) -> Note:
 @pytest.fixture
 def two_gpus(dry: bool) -> None:
     if not dry and torch.cuda.device_count() < 2:
-        pytest.skip("2 GPUs are needed; torch sees fewer")
+        pytest.skip("needs 2 GPUs that torch sees")
 
 
 class Trained(NamedTuple):
@@ -113,7 +114,7 @@ def ask_nvidia_smi(field: str, *flags: str) -> list[str]:
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"nvidia-smi: {error}")
+        pytest.skip(f"needs nvidia-smi: {error}")
 
 
 def test_facts(dry: bool, note: Note) -> None:
@@ -179,7 +180,7 @@ def test_two_workers(norm: str, dry: bool, tmp_path: Path) -> None:
     """Both engines are equal within 1e-5, with each worker's own BatchNorm and with sync
     BatchNorm, and NCCL carries the gradients."""
     if not checks.has_horovod():
-        pytest.skip(checks.NO_HOROVOD)
+        pytest.skip(needs.HOROVOD)
     words = f"--workers 2 --steps 3 --relative 1e-5 --out {tmp_path} -- --data digits --threads 1 "
     words += f"--batch-norm {norm} {'--no-cuda' if dry else '--deterministic'}"
     run([sys.executable, "compare/parity.py", *words.split()]).checked()
@@ -246,7 +247,7 @@ def test_profile(train: Callable[..., Trained], dry: bool, note: Note) -> None:
 def test_energy(train: Callable[..., Trained], dry: bool, tmp_path: Path, note: Note) -> None:
     """NVML's counter against the power that nvidia-smi shows, within 15 %."""
     if dry:
-        pytest.skip("needs NVML's counter")
+        pytest.skip("needs a GPU: NVML's counter")
     watts = list[str]()
     gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # nvidia-smi's own order is another
 
@@ -266,5 +267,5 @@ def test_energy(train: Callable[..., Trained], dry: bool, tmp_path: Path, note: 
     note(energy=energy, nvidia_smi_watts=watts)
     shown = [float(one) for one in watts if one.replace(".", "").isdigit()]  # else "[N/A]"
     if energy["gpu_watts"] is None or not shown:
-        pytest.skip(f"no counter of NVML, or nvidia-smi shows no power: {energy}, {watts}")
+        pytest.skip(f"needs NVML's counter, and power in nvidia-smi: {energy}, {watts}")
     assert energy["gpu_watts"] / fmean(shown) == pytest.approx(1, abs=0.15)

@@ -514,6 +514,8 @@ def content(root: Path) -> dict[str, bytes]:
 
 def test_files(folder: Path, made: Path, cache: Path) -> None:
     """As the webdataset library has them; a second time nothing is written."""
+    import webdataset
+
     before = times(made)
     make_shards(folder, made, cache, images_per_shard=4)
     assert times(made) == before
@@ -528,9 +530,8 @@ def test_files(folder: Path, made: Path, cache: Path) -> None:
         numbers = range(4, 8)
         assert tar.getnames() == [f"{i:09}.{end}" for i in numbers for end in ("png", "cls")]
         assert {(member.mtime, member.uid, member.uname) for member in tar} == {(0, 0, "")}
-    wds = pytest.importorskip("webdataset", reason="webdataset is missing: make setup installs it")
     listing, urls = list_images(folder / "train", cache), [str(made / shard) for shard in shards]
-    raw = wds.WebDataset(urls, shardshuffle=False).to_tuple("__key__", "jpg;png", "cls")
+    raw = webdataset.WebDataset(urls, shardshuffle=False).to_tuple("__key__", "jpg;png", "cls")
     assert list(raw) == [
         (f"{i:09}", listing.read(i), b"%d" % label) for i, label in enumerate(listing.labels)
     ]

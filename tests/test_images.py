@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from needs import needs_timm
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from scipy.stats import ks_2samp
-from test_optimizers import needs_timm
 from torch import Tensor
 from torchvision.transforms import v2
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 from making import CPU, TinyNet, a_config, a_world, in_ranks
-from test_optimizers import needs_timm
+from needs import needs_gpu, needs_timm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -652,7 +652,7 @@ def test_loss_of_half_precision_is_summed_in_full() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_sums_of_a_batch_do_not_wait_for_the_gpu() -> None:
     device = torch.device("cuda", 0)
     outputs = torch.randn(8, 10, device=device)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from making import CPU, TinyNet, a_config, a_world
+from needs import needs_gpu, needs_timm
 from torch import nn
 
 from recipe.data.batches import Data
@@ -42,8 +43,6 @@ from recipe.training.state import (
     working_copy,
 )
 
-WITHOUT_TIMM = "timm is not installed: pip install -e '.[timm]'"
-needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason=WITHOUT_TIMM)
 OPTIMIZERS = [
     "sgd", "adamw", *(pytest.param(name, marks=needs_timm) for name in ("lars", "lamb"))
 ]  # fmt: skip
@@ -108,6 +107,7 @@ def test_the_learning_rate_in_words(name: str, settings: dict[str, Any], words: 
     assert schedule_in_words(replace(preset(name), **settings), scale=8) == words
 
 
+@needs_timm
 def test_lars_scales_what_decays_by_its_trust_ratio() -> None:
     config = a_config(
         optimizer="lars", momentum=0.0, wd=0.1, norm_weight_decay=0.0, bias_weight_decay=0.0,
@@ -226,14 +226,12 @@ def test_apex_is_missing_or_another_package(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("name", APEX)
 def test_apex_itself(name: Any) -> None:
-    missing = "NVIDIA Apex is missing: docs/recipe.md says how it is built"
+    missing = "needs NVIDIA Apex: docs/recipe.md says how it is built"
     pytest.importorskip("apex.optimizers", reason=missing, exc_type=ImportError)
     plain = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[name]
-    if plain == "lamb":
-        pytest.importorskip("timm", reason=WITHOUT_TIMM)
     weights = []
     for optimizer in (name, plain):
         torch.manual_seed(0)

@@ -19,8 +19,7 @@ from launching import (
     train,
 )
 from making import a_config, write_digits
-from test_dali import needs_dali
-from test_optimizers import needs_timm
+from needs import needs_dali, needs_timm
 
 from recipe.data.prepare import make_shards
 from recipe.record.checkpoint import step_in_name

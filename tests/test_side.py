@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import numpy as np
 import pytest
 import torch
@@ -268,7 +269,7 @@ def test_a_script_that_starts_its_own_ranks_says_how_many(compare_scripts, tmp_p
 def test_examples_of_ddp_and_of_horovod_are_compared(tmp_path):
     """The scripts do equal work, bit by bit: on two ranks a mean does not depend on the order."""
     if not has_horovod():
-        pytest.skip("Horovod is missing: make setup builds it")
+        pytest.skip(needs.HOROVOD)
     sides = {
         "mine": f"torchrun --nproc-per-node 2 {SCRIPTS}/ddp_example.py",
         "theirs": f"horovodrun --mpi -np 2 {sys.executable} {SCRIPTS}/horovod_example.py",

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-import pytest
 from launching import Finished, run
+from needs import skip_if_missing
 
 from tools import namespaces
 from tools.namespaces import SEARCH_PATH
@@ -27,9 +27,7 @@ class Host(namespaces.Host):
 @contextlib.contextmanager
 def hosts(folder: Path, names: tuple[str, ...] = ("node0", "node1")) -> Iterator[list[Host]]:
     """Make the hosts, or skip, naming what is missing; remove all of it at the end."""
-    if missing := namespaces.missing_tools():
-        lacking = ", ".join(missing)
-        pytest.skip(f"namespaces need {lacking}: as root, after bash tools/debian_packages.sh")
+    skip_if_missing(namespaces.missing_tools(), "several hosts")
     with namespaces.hosts(folder, names) as made:
         yield [Host(**vars(host)) for host in made]
 

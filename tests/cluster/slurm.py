@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 from hosts import Host
 from launching import Finished, wait_until
+from needs import skip_if_missing
 
 CORES = 2  # that Slurm believes each host to have, and as many GPUs
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -96,9 +96,7 @@ class Slurm:
 @contextlib.contextmanager
 def slurm(hosts: list[Host], folder: Path) -> Iterator[Slurm]:
     """Start Slurm on the hosts, and end it."""
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        lacking = ", ".join(missing)
-        pytest.skip(f"Slurm lacks {lacking}: bash tools/debian_packages.sh installs it")
+    skip_if_missing([tool for tool in TOOLS if shutil.which(tool) is None], "Slurm")
     for inner in ("state", *(f"spool-{host.name}" for host in hosts)):
         (folder / inner).mkdir(parents=True)
     folder.chmod(0o755)

@@ -264,7 +264,7 @@ class Trial:
             self.runs.mkdir()
             if scenario.on_hosts:
                 self.hosts = stack.enter_context(hosts(self.folder / "hosts"))
-            elif os.geteuid() == 0:
+            elif namespaces.is_root():
                 self.memory.mkdir()
                 stack.enter_context(small_disk(self.memory, mb=1024))
                 others = set()
@@ -526,7 +526,7 @@ def lacking(name: str) -> list[str]:
     """What a scenario needs and this machine or user lacks."""
     if SCENARIOS[name].on_hosts:
         return namespaces.missing_tools("tc")
-    return ["root"] if SCENARIOS[name].disk_mb and os.geteuid() != 0 else []
+    return ["root"] if SCENARIOS[name].disk_mb and not namespaces.is_root() else []
 
 
 @functools.cache

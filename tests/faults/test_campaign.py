@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from campaign import DDP, RESTARTS, SCENARIOS, Result, Start, attempt, lacking, markdown
 from launching import ROOT, read_json
+from needs import skip_if_missing
 
 OFTEN = [("signal-launcher", DDP), ("restart", RESTARTS[0])]
 SHORT = [
@@ -28,8 +29,8 @@ SHORT = [
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "start"), SHORT)
 def test_a_training_survives(name: str, start: Start, tmp_path: Path) -> None:
-    if lacks := lacking(name):
-        pytest.skip(f"needs {', '.join(lacks)}: as root, after bash tools/debian_packages.sh")
+    is_on_hosts = SCENARIOS[name].on_hosts
+    skip_if_missing(lacking(name), "several hosts" if is_on_hosts else "a small disk")
     seed = random.SystemRandom().randrange(10**6)
     result = attempt(name, start, 1, seed, tmp_path)
     assert not result.problem, f"--seed {seed}: {result}"
