@@ -33,15 +33,16 @@ def audit(kind):
     def init(self, *words, **named):
         sessions.append(self)
         real_init(self, *words, **named)
-    def read(self, keys):
+    def read(self, batch):
         if isinstance(self.transform, TrainTransform):
             own = sessions[0]
             start = own.first_step, own.world.size
-            line = [own.progress.step + 1, time.time(), start, own.world.rank, os.getpid(), keys]
+            rank, pid, (_, keys) = own.world.rank, os.getpid(), batch
+            line = [own.progress.step + 1, time.time(), start, rank, pid, keys]
             with open("{folder}/audit-%d.jsonl" % os.getpid(), "a") as file:
                 file.write(json.dumps(line) + chr(10))
             time.sleep(0.05)
-        return real_read(self, keys)
+        return real_read(self, batch)
     Images.__getitems__, kind.__init__ = read, init
 builtins.__import__ = patched
 """

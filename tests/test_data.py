@@ -35,6 +35,7 @@ from recipe.data.batches import (
     Batch,
     Data,
     InputMeter,
+    Place,
     Sample,
     SampleStream,
     _one_ahead,
@@ -103,7 +104,7 @@ def test_who_measures_steps_gets_none_of_the_first_epoch(
     data = open_data(folders, epoch_images=1000)
     assert data.num_train == 1000
     read_training(data, folders, 1, 0, 36)
-    keys = list(itertools.chain(*loaded.call_args.args[1]))
+    keys = [key for _, samples in loaded.call_args.args[1] for key in samples]
     assert sorted(set(keys)) == [(1, index) for index in range(9)], "epoch 1 is not the first"
 
 
@@ -142,13 +143,33 @@ def test_a_repeated_image_is_augmented_anew(data: Data, folders: Config) -> None
     assert data_order_sha256(data, repeated) != data_order_sha256(data, folders)
 
 
-def test_images_grow_with_the_epochs(data: Data, folders: Config) -> None:
-    """All of a batch are of one size though an epoch ends within it."""
+@pytest.mark.parametrize(
+    ("size", "batch_size", "passes", "repeats"), [(1, 4, 1, 1), (2, 4, 1, 1), (2, 2, 2, 2)]
+)
+def test_images_grow_with_the_epochs(
+    size: int, batch_size: int, passes: int, repeats: int, data: Data, folders: Config
+) -> None:
+    """All of a step are of one size, on all ranks and in all its batches, though an epoch ends
+    within it: also where the first image of rank 1 is of the next epoch."""
+    config = replace(
+        folders, first_crop_size=32, train_crop_size=40, resize_epochs=(0, 1),
+        batch_size=batch_size, batches_per_allreduce=passes, augment_repeats=repeats,
+    )  # fmt: skip
+    stop, step_samples = 3 * data.num_train, samples_per_step(config, a_world(0, size))
+    expected = [
+        32 if start < data.num_train else 40
+        for start in range(0, stop, step_samples)
+        for _ in range(passes)
+    ]
+    for batches in read_training(data, config, size, 0, stop):
+        assert [images.shape[2] for images, _ in batches] == expected
+
+
+def test_images_that_are_used_several_times_an_epoch_grow_with_it(folders: Config) -> None:
+    """As in trainings that are measured: their samples skip the pass in which files are checked."""
     config = replace(folders, first_crop_size=32, train_crop_size=40, resize_epochs=(0, 1))
-    (batches,) = read_training(data, config, 1, 0, 3 * data.num_train)
-    num_small = -(-data.num_train // config.batch_size)
-    sizes = [tuple(images.shape[2:]) for images, _ in batches]
-    assert sizes == [(32, 32)] * num_small + [(40, 40)] * (len(batches) - num_small)
+    (batches,) = read_training(open_data(config, epoch_images=20), config, 1, 0, 40)
+    assert [images.shape[2] for images, _ in batches] == [32] * 5 + [40] * 5
 
 
 @pytest.mark.parametrize("epochs", [(11, 13), (65, 76)])
@@ -619,7 +640,7 @@ quick = settings(max_examples=60, deadline=None)
 
 def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> list[Sample]:
     """The samples that all ranks together read, step by step."""
-    places = [(position, batch) for position in range(start, stop, batch * size)]
+    places = [Place(position, batch, 0) for position in range(start, stop, batch * size)]
     ranks = [list(stream.batches(places, rank, size)) for rank in range(size)]
     assert all(len(one) == batch for batches in ranks for one in batches)
     return [sample for step in zip(*ranks, strict=True) for one in step for sample in one]
@@ -650,7 +671,10 @@ def test_each_image_of_an_epoch_so_many_times(
 def test_ranks_take_turns() -> None:
     stream = SampleStream(100, 0)
     ahead = stream.samples(np.arange(12))
-    assert list(stream.batches([(0, 3), (6, 3)], 1, 2)) == [ahead[1:6:2], ahead[7:12:2]]
+    assert list(stream.batches([Place(0, 3, 0), Place(6, 3, 0)], 1, 2)) == [
+        ahead[1:6:2],
+        ahead[7:12:2],
+    ]
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
@@ -687,14 +711,14 @@ def test_batches_grow_by_equal_steps_and_are_rounded_up(
     assert samples_per_step(several, a_world(0, 5)) == 15 * batch_size
 
 
-def places_of(config: Config, size: int, count: int, start: int, stop: int) -> list:
+def places_of(config: Config, size: int, count: int, start: int, stop: int) -> list[Place]:
     return list(batch_places(config, a_world(0, size), count, start, stop))
 
 
 def test_steps_that_are_left_out_are_not_made() -> None:
     config = a_config(batch_size=2, batches_per_allreduce=2)
     places = [*batch_places(config, a_world(0, 3), 100, 0, 60, left_out=[12, 48])]
-    assert places == [(start, 2) for start in (0, 6, 24, 30, 36, 42)]
+    assert places == [(start, 2, 0) for start in (0, 6, 24, 30, 36, 42)]
 
 
 @quick
@@ -710,7 +734,7 @@ def test_a_resumed_run_goes_on_exactly(
     world = a_world(0, size)
     last_step, stop = training_end(config, world, images(count), 0, 0)
     whole = places_of(config, size, count, 0, stop)
-    starts = [position for position, _ in whole[::passes]]
+    starts = [place.position for place in whole[::passes]]
     assert len(starts) == last_step and starts[-1] < 5 * count <= stop
     for start, end in pairwise([*starts, stop]):
         assert end - start == samples_per_step(config, world, start // count)

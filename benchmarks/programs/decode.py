@@ -77,8 +77,10 @@ def decoder(kind: str, listing: Listing, config: Config) -> Callable[[list[int]]
 
     return {
         "raw": raw,
-        "pipeline": lambda indices: images.__getitems__([(1, index) for index in indices]),
-        "first-epoch": lambda indices: images.__getitems__([(0, index) for index in indices]),
+        "pipeline": lambda indices: images.__getitems__((size, [(1, index) for index in indices])),
+        "first-epoch": lambda indices: images.__getitems__(
+            (size, [(0, index) for index in indices])
+        ),
         "torchvision-v2": torchvision_v2,
         "pillow": pillow,
     }[kind]

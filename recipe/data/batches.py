@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing import util
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,15 @@ ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 Sample = tuple[int, int]
 
 
+class Place(NamedTuple):
+    """Where a batch comes from: its position in the stream, its images on each rank, and the epoch
+    in which its step begins."""
+
+    position: int
+    batch_size: int
+    epoch: int
+
+
 @functools.lru_cache(maxsize=2)  # a batch may span two epochs
 def permutation(num_images: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the images in one epoch: int64 [num_images]."""
@@ -98,15 +107,13 @@ class SampleStream:
         ) % (self.num_files or self.num_images)
         return list(zip(passes.tolist(), indices.tolist(), strict=True))
 
-    def batches(
-        self, places: Iterable[tuple[int, int]], rank: int, size: int
-    ) -> Iterator[list[Sample]]:
-        """Yield this rank's batches: one for each (position, batch size) in `places`.
+    def batches(self, places: Iterable[Place], rank: int, size: int) -> Iterator[list[Sample]]:
+        """Yield this rank's batches: one for each of `places`.
 
         Of the `batch_size * size` samples from a position on, rank r takes every `size`-th,
         starting with number r.
         """
-        for position, batch_size in places:
+        for position, batch_size, _ in places:
             yield self.samples(position + rank + size * np.arange(batch_size))
 
 
@@ -202,16 +209,17 @@ def batch_places(
     start: int,
     stop: int,
     left_out: Container[int] = (),
-) -> Iterator[tuple[int, int]]:
-    """Yield for each batch its stream position and its number of images per rank, from `start`,
-    where a step begins, until `stop` is reached or passed. All batches of a step have the same
-    size. Steps that begin at a position in `left_out` are skipped."""
+) -> Iterator[Place]:
+    """Yield the place of each batch from `start`, where a step begins, until `stop` is reached or
+    passed. All batches of a step have the same size. Steps that begin at a position in `left_out`
+    are skipped."""
     while start < stop:
-        step_samples = samples_per_step(config, world, start // num_train)
+        epoch = start // num_train
+        step_samples = samples_per_step(config, world, epoch)
         batch_samples = step_samples // config.batches_per_allreduce
         end = start + step_samples if start not in left_out else start
         for position in range(start, end, batch_samples):
-            yield position, batch_samples // world.size
+            yield Place(position, batch_samples // world.size, epoch)
         start += step_samples
 
 
@@ -226,12 +234,11 @@ class InputMeter:
 
 
 class Images(Dataset):
-    """Images in batches; the keys are samples (`SampleStream`). An image's key alone decides its
-    pixels, except for its size: all images of a batch have the size that belongs to the epoch of
-    its first one.
+    """Images in batches. A batch is given as the side length of its images in pixels, and their
+    samples (`SampleStream`). A sample alone decides an image's pixels, except for their number.
 
     With --bad-images replace, another image of the same pass replaces a bad training image, pixels
-    and label. Its index is drawn from the bad image's key, so it is the same on any rank, at any
+    and label. Its index is drawn from the bad image's sample, so it is the same on any rank, at any
     world size, and after a resume."""
 
     def __init__(
@@ -241,11 +248,11 @@ class Images(Dataset):
         # Never in validation: accuracy on other images would not be comparable.
         self.replaces = config.bad_images == "replace" and isinstance(transform, TrainTransform)
 
-    def __getitems__(self, keys: list[Sample]) -> Read:
-        size = self.transform.size_in(keys[0][0])
-        images = empty_batch(len(keys), size, size)
+    def __getitems__(self, batch: tuple[int, list[Sample]]) -> Read:
+        size, samples = batch
+        images = empty_batch(len(samples), size, size)
         num_bytes, suspects, replaced, indices = 0, [], dict[int, str](), []
-        for out, (number, index) in zip(images, keys, strict=True):
+        for out, (number, index) in zip(images, samples, strict=True):
             draws = uniform_numbers((self.seed, number, index))
             for _ in range(MOST_TRIES):
                 try:
@@ -338,11 +345,13 @@ def training_batches(
         encoded = _loaded(EncodedImages(data.train, config), batches, torch.device("cpu"), workers)
         ready = dali_batches(encoded, data.train, config, device, meter)
     else:
-        images = Images(data.train, config, TrainTransform(config))
-        reads = _loaded(images, batches, device, workers)
+        transform = TrainTransform(config)
+        sizes = (transform.size_in(epoch) for _, _, epoch in places())
+        sized = zip(sizes, batches, strict=True)
+        reads = _loaded(Images(data.train, config, transform), sized, device, workers)
         ready = _on_device(_noted(reads, data.suspects[0], meter), config, device)
     if config.mixup_alpha or config.cutmix_alpha:
-        keys = ((config.seed, position, world.rank) for position, _ in places())
+        keys = ((config.seed, position, world.rank) for position, _, _ in places())
         ready = (to_device(batch, config, device) for batch in ready)
         ready = mixed(ready, config, data.num_classes, keys)
     return ready
@@ -382,12 +391,13 @@ def validation_batches(
         yield from _synthetic_batches(size, config.val_crop_size, map(len, batches), device)
     else:
         images = Images(data.val, config, ValTransform(config))
-        reads = _loaded(images, batches, device, workers)
+        sized = ((config.val_crop_size, samples) for samples in batches)
+        reads = _loaded(images, sized, device, workers)
         yield from _on_device(_noted(reads, data.suspects[1], InputMeter()), config, device)
 
 
 def _loaded(
-    dataset: Dataset, batches: Iterable[list], device: torch.device, workers: int
+    dataset: Dataset, batches: Iterable[Any], device: torch.device, workers: int
 ) -> Iterator[Any]:
     loader = DataLoader(
         dataset,

@@ -60,10 +60,9 @@ class TrainTransform:
         self.config = config
         self.after_crop = tuple(_steps_after_crop(config))  # torchvision's steps after the flip
 
-    def size_in(self, number: int) -> int:
-        """Return the side length of images in this pass, pixels. While it grows, it is rounded to
-        multiples of 32 (as in FFCV's ImageNet training)."""
-        epoch = number // self.config.augment_repeats
+    def size_in(self, epoch: int) -> int:
+        """Return the side length of the images of steps that begin in `epoch`, pixels. While it
+        grows, it is rounded to multiples of 32 (as in FFCV's ImageNet training)."""
         first, last = self.config.first_crop_size, self.config.train_crop_size
         begin, end = self.config.resize_epochs or (0, 0)
         if first is None or epoch >= end:
@@ -212,10 +211,6 @@ class ValTransform:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-
-    def size_in(self, number: int) -> int:
-        """Return the side length of the images, pixels."""
-        return self.config.val_crop_size
 
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
         """As for TrainTransform, but the key has no effect."""
