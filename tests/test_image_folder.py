@@ -11,13 +11,14 @@ import re
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
-from unittest.mock import DEFAULT, MagicMock
+from unittest.mock import DEFAULT, MagicMock, patch
 
 import numpy as np
 import pytest
@@ -69,11 +70,13 @@ def test_loader_workers_share_the_arrays(listing: Listing) -> None:
     assert listing.labels is before, "one copy for all workers"
 
 
-def age(root: Path) -> None:
-    """Let all folders below `root` look a minute old, as those of a data set are."""
-    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
-        times = folder.stat().st_mtime_ns - 60_000_000_000
-        os.utime(folder, ns=(times, times))
+TICK_S = 0.02  # in which the clock of a file system moves on
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made just now may be cached at once, as what a data set has been for long."""
+    monkeypatch.setattr(image_folder, "YOUNGEST_TRUSTED_NS", 0)
 
 
 def times(root: Path) -> dict[Path, int]:
@@ -139,6 +142,7 @@ LEFT_OUT = (
 )
 
 
+@pytest.mark.usefixtures("settled")
 def test_files_without_a_known_suffix_are_counted(tmp_path: Path, cache: Path) -> None:
     """By kind, at each start: also from the cache. What is passed over is not."""
     counted, not_counted = "1.heic sub/2.HEIC 3 a.txt b.csv", ".hidden Thumbs.db @eaDir/1.xmp"
@@ -147,7 +151,6 @@ def test_files_without_a_known_suffix_are_counted(tmp_path: Path, cache: Path) -
     message = refused(root, cache)
     assert re.search(f"1 of its classes without images: b.*{LEFT_OUT}$", message.lower())
     make(root, "b/1.jpg")
-    age(root)
     for _ in range(2):
         assert re.fullmatch(LEFT_OUT, list_images(root, cache).left_out)
 
@@ -179,9 +182,9 @@ def test_order_and_content_for_any_names(tree: dict[str, set[str]]) -> None:
     pairs = sorted((os.fsencode(c), os.fsencode(f"{c}/{f}.jpg")) for c in tree for f in tree[c])
     with tempfile.TemporaryDirectory() as folder:
         root = make(Path(folder) / "set", *(os.fsdecode(path) for _, path in pairs))
-        age(root)
         for _ in range(2):
-            listing = list_images(root, Path(folder) / "cache")
+            with patch.object(image_folder, "YOUNGEST_TRUSTED_NS", 0):
+                listing = list_images(root, Path(folder) / "cache")
             assert listing.paths.tolist() == [path for _, path in pairs]
             classes = [os.fsencode(listing.classes[label]) for label in listing.labels]
             assert classes == [name for name, _ in pairs]
@@ -190,8 +193,30 @@ def test_order_and_content_for_any_names(tree: dict[str, set[str]]) -> None:
 # ---- the cache ----
 
 
+def back_in_time(root: Path, change: Callable[[], object]) -> None:
+    """Make a change after which all folders have the times of modification that they had before: as
+    some archives and copies do."""
+    folders = [path for path in root.rglob("*") if path.is_dir()]
+    before = [(folder, folder.stat().st_mtime_ns) for folder in folders]
+    change()
+    for folder, time_ns in before:
+        os.utime(folder, ns=(time_ns, time_ns))
+
+
+def replace_folder(root: Path) -> None:
+    """Put a folder with one image more, but with the same times, in the place of class a."""
+    shutil.copytree(root / "a", root / ".a")
+    make(root, ".a/2.jpg")
+    shutil.rmtree(root / "a")
+    (root / ".a").rename(root / "a")
+
+
 CHANGES = {
     "file added": lambda root: make(root, "a/2.jpg"),
+    "file added, times restored": lambda root: back_in_time(root, lambda: make(root, "a/2.jpg")),
+    "folder replaced, times restored": lambda root: back_in_time(
+        root, lambda: replace_folder(root)
+    ),
     "file removed": lambda root: (root / "b" / "3.jpg").unlink(),
     "file renamed": lambda root: (root / "b" / "3.jpg").rename(root / "b" / "4.jpg"),
     "file added in a sub-folder": lambda root: make(root, "b/sub/9.jpg"),
@@ -201,36 +226,91 @@ CHANGES = {
 }
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_is_noticed(tmp_path: Path, cache: Path, scans: MagicMock, change: str) -> None:
     root = make(tmp_path / "train", "a/1.jpg", "b/sub/2.jpg", "b/3.jpg")
-    age(root)
     for _ in range(2):
         assert names(list_images(root, cache)) == ["a/1.jpg", "b/3.jpg", "b/sub/2.jpg"]
     assert scans.call_count == 1, "the second came from the cache"
+    time.sleep(TICK_S)
     CHANGES[change](root)
     expected = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
     assert names(list_images(root, cache)) == expected
 
 
-def test_change_without_a_new_folder_time_is_noticed_just_after_a_listing(
-    tmp_path: Path, cache: Path
-) -> None:
-    """Coarse clocks: the folder changed, was listed, and changed again within one step."""
+def test_what_has_just_changed_is_not_cached(tmp_path: Path, cache: Path, scans: MagicMock) -> None:
+    """Coarse clocks: the folder may change again within one step, and keep its times."""
     root = make(tmp_path / "train", "a/1.jpg")
-    status = (root / "a").stat()
-    list_images(root, cache)
-    make(root, "a/2.jpg")
-    os.utime(root / "a", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert names(list_images(root, cache)) == ["a/1.jpg", "a/2.jpg"]
+    back_in_time(root, lambda: os.utime(root / "a", (1, 1)))
+    os.utime(root / "a", (1, 1))  # only ctime is new
+    for _ in range(2):
+        assert names(list_images(root, cache)) == ["a/1.jpg"]
+    assert scans.call_count == 2
 
 
+def test_another_disk_is_another_folder_but_another_host_s_number_is_not() -> None:
+    """Of a disk at the same place with the same inodes and times; and of a file server."""
+    status = os.stat("/")
+
+    def state(major: int, minor: int) -> bytes:
+        values = [*status]
+        values[2] = os.makedev(major, minor)
+        times = {"st_mtime_ns": 1, "st_ctime_ns": 1}
+        return image_folder._state(os.stat_result(values, times))
+
+    assert state(8, 1) != state(8, 2)
+    assert state(0, 41) == state(0, 52)
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("kind", ["fuse.s3fs", "fuse", "squashfs", "ext4"])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_no_cache_where_times_need_not_show_a_change(
+    kind: str, is_linked: bool, tmp_path: Path, cache: Path, scans: MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Object stores: also if only a class is linked to there."""
+    root, elsewhere = make(tmp_path / "train", "a/1.jpg"), Path("/dev/shm")
+    if is_linked:
+        if elsewhere.stat().st_dev == root.stat().st_dev:
+            pytest.skip("/dev/shm is of the same file system as the temporary folder")
+        store = tempfile.TemporaryDirectory(dir=elsewhere)
+        make(Path(store.name), "2.jpg")
+        (root / "b").symlink_to(store.name)
+    device = os.stat(root / "b" if is_linked else root).st_dev
+    mounts = f"9 1 {os.major(device)}:{os.minor(device)} / /a\\040b rw shared:1 - {kind} s3 rw\n"
+    monkeypatch.setattr(
+        image_folder, "read_proc", lambda path: f"1 1 0:1 / / rw - proc p rw\n{mounts}"
+    )
+    for _ in range(2):
+        assert len(list_images(root, cache)) == 1 + is_linked
+    assert scans.call_count == (1 if kind == "ext4" else 2)
+    assert len([*cache.glob("*.npz")]) == (kind == "ext4")
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_missing_file_s_message_names_the_cache(tmp_path: Path, cache: Path) -> None:
+    """It may be the cache that is wrong; without one it is not."""
+    root = make(tmp_path / "train", "a/1.jpg")
+    listings = [list_images(root, cache), list_images(root, cache)]
+    (file,) = cache.glob("*.npz")
+    shutil.rmtree(root / "a")
+    for listing in listings:
+        with pytest.raises(
+            UserError, match=rf"a/1\.jpg: .*No such file.*cached in {file}\. .*remove"
+        ):
+            listing.read(0)
+    with pytest.raises(UserError, match=r"a/1\.jpg: cannot be read \(No such file[^)]*\)\. Check"):
+        replace(listings[0], cache=None).read(0)
+
+
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"not a zip", "cut", "an older rule's"])
 def test_damaged_cache_is_listed_anew(
     tmp_path: Path, cache: Path, scans: MagicMock, damage: bytes | str
 ) -> None:
     root = make(tmp_path / "train", "a/1.jpg")
-    age(root)
     list_images(root, cache)
     (file,) = cache.glob("*.npz")
     if damage == "an older rule's":
@@ -243,6 +323,7 @@ def test_damaged_cache_is_listed_anew(
     assert scans.call_count == 2
 
 
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("is_full", [False, True])
 def test_cache_that_cannot_be_written_gives_a_warning(
     tmp_path: Path, cache: Path, is_full: bool,
@@ -260,14 +341,14 @@ def test_cache_that_cannot_be_written_gives_a_warning(
     assert not is_full or [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
+@pytest.mark.usefixtures("settled")
 def test_of_processes_that_start_together_one_lists(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = make(tmp_path / "train", *(f"{c}/{i}.jpg" for c in range(20) for i in range(20)))
-    age(root)
     num_scans, scan = multiprocessing.Value("i", 0), image_folder._scan
 
-    def counted(root: Path, classes: list[bytes]) -> dict[str, Any]:
+    def counted(root: Path, classes: list[bytes]) -> tuple[dict[str, Any], bool]:
         with num_scans.get_lock():
             num_scans.value += 1
         return scan(root, classes)

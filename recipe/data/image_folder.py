@@ -24,13 +24,17 @@ import numpy as np
 from tqdm import tqdm
 
 from recipe.errors import UserError, refuse, system_errors
-from recipe.files import whole_file
+from recipe.files import read_proc, whole_file
 
 # Raise this when listings change, or the way they are stored.
-CACHE_VERSION = 2
-# Modification times are coarse (4 ms on ext4, 2 s on FAT and old NFS servers). A folder that was
-# changed just before it was listed may change again and keep its time; such a cache is not trusted.
+CACHE_VERSION = 3
+# Times are coarse (4 ms on ext4, 1 s on old NFS servers). A folder that was changed just before it
+# was listed may change again and keep its times; such a listing is not cached.
 YOUNGEST_TRUSTED_NS = 2_000_000_000
+# File systems on which a folder's times may stay when it changes, so that no listing is cached.
+# FUSE: object stores and the like, whose programs may give any times. Images of a file system: all
+# their times may be made the same, and a new one takes the old one's place. FAT: has no ctime.
+WITHOUT_CHANGE_TIMES = re.compile(r"fuse.*|virtiofs|squashfs|erofs|iso9660|vfat|exfat")
 # Over a network a listing mostly waits for answers, so several threads should shorten it. On a
 # local disk they only slow each other down: 1.28 million files took 3.2 s, with one thread 1.6 s.
 NUM_LISTING_THREADS = 8
@@ -68,7 +72,7 @@ class Listing:
     workers share them with the trainer.
 
     `left_out` says how many files were left out because of an unknown suffix, and which suffixes;
-    "" if none were.
+    "" if none were. `cache` is the file in which the listing is kept, if it is.
     """
 
     root: Path
@@ -76,6 +80,7 @@ class Listing:
     paths: np.ndarray
     labels: np.ndarray
     left_out: str = field(default="", kw_only=True)
+    cache: Path | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -100,10 +105,20 @@ class Listing:
         path = self.name(index)
 
         def read() -> bytes:
-            with open(path, "rb", buffering=0) as file:
-                if (content := file.read()) is None:  # Python's raw files return None for EAGAIN
-                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-                return content
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    content = file.read()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if self.cache is None:
+                    raise
+                raise UserError(
+                    f"{path}: cannot be read ({error.strerror}), but it is in the listing of "
+                    f"{self.root} that is cached in {self.cache}. Restore it, or start again; if "
+                    "it is still missed then, remove that cache."
+                ) from error
+            if content is None:  # Python's raw files return None for EAGAIN
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return content
 
         return read_patiently(path, read)
 
@@ -117,42 +132,33 @@ def list_images(root: Path, cache_dir: Path) -> Listing:
     (SUFFIXES, in upper or lower case) are left out and counted. The order depends only on the
     names' bytes, so that all hosts agree.
 
-    The cache is valid if the class folders have the same names and each listed folder has the same
-    modification time: one `stat` per folder. A changed *content* of a file needs no new listing.
-    If several processes on a host start, one lists, and the others wait and read the cache. If the
-    cache folder cannot be written, the only effect is a warning.
+    The cache is valid if the class folders have the same names and each listed folder is the same
+    and unchanged (`_state`): one `stat` per folder. A changed *content* of a file needs no new
+    listing. If several processes on a host start, one lists, and the others wait and read the
+    cache. If the cache folder cannot be written, the only effect is a warning. Where a folder's
+    times need not show a change (WITHOUT_CHANGE_TIMES) nothing is cached.
 
     UserError, with what to do, if `root` is missing, holds no class folders, has an empty class or
     a broken link, or is one of ImageNet's archives half unpacked.
     """
     root = Path(os.path.abspath(root))
     classes = _class_names(root)
-    cache = Path(cache_dir) / f"listing-{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}.npz"
-    arrays = _read_cache(cache, root, classes)  # without the lock: a cache may be read-only
-    try:
-        if arrays is None:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            with locked(cache.with_suffix(".lock")):
-                arrays = _read_cache(cache, root, classes)
-                if arrays is None:
-                    arrays = _scan(root, classes)
-                    with whole_file(cache) as file:
-                        np.savez(file, **arrays)
-    except OSError as error:
-        print(
-            f"warning: {cache.parent}: the listing of {root} cannot be cached there "
-            f"({error.strerror}), so each process lists it again at each start. Give a folder "
-            "that can be written with --cache-dir DIR.",
-            file=sys.stderr,
-            flush=True,
-        )
-        arrays = arrays or _scan(root, classes)
+    with system_errors(root, *UNREADABLE):
+        status = os.stat(root)
+    if _times_show_changes({status.st_dev}):
+        # Hosts with copies of their own at the same path may share `cache_dir`.
+        key = b"%s %d %d" % (os.fsencode(root), _device(status), status.st_ino)
+        cache = Path(cache_dir) / f"listing-{hashlib.sha256(key).hexdigest()[:16]}.npz"
+        arrays = _read_cache(cache, root, classes) or _list_once(cache, root, classes)
+    else:
+        cache, (arrays, _) = None, _scan(root, classes)
     return Listing(
         root=root,
         classes=tuple(map(os.fsdecode, classes)),
         paths=arrays["paths"],
         labels=np.repeat(np.arange(len(classes), dtype=np.int64), arrays["images_per_class"]),
         left_out=str(arrays["left_out"]),
+        cache=cache if cache and cache.is_file() else None,
     )
 
 
@@ -204,21 +210,21 @@ def _class_names(root: Path) -> list[bytes]:
     return sorted(map(os.fsencode, folders))
 
 
-def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
+def _scan(root: Path, classes: list[bytes]) -> tuple[dict[str, Any], bool]:
     """List the images of these classes. Also return what shows later whether the listing is still
-    valid: each folder that was read, its modification time (ns, taken before it was read), and
-    when the listing began."""
+    valid: each folder that was read, and its state before it was read; and whether that will show
+    it."""
     started_ns = time.time_ns()
     paths: list[np.ndarray] = []
-    times_ns: dict[bytes, int] = {}
+    folders: dict[bytes, os.stat_result] = {}
     others: Counter[bytes] = Counter()
     with ThreadPoolExecutor(NUM_LISTING_THREADS) as pool, system_errors(root, *UNREADABLE):
         scans = pool.map(lambda name: _scan_class(os.fsencode(root), name), classes)
         # The bar appears only after 10 s.
         bar = tqdm(scans, f"listing {root}", len(classes), delay=10, mininterval=30, unit="class")
-        for class_paths, class_times_ns, class_others in bar:
+        for class_paths, class_folders, class_others in bar:
             paths.append(class_paths)
-            times_ns |= class_times_ns
+            folders |= class_folders
             others += class_others
     kinds = first_few([f"{n:,} {os.fsdecode(end) or 'without'}" for end, n in others.most_common()])
     left_out = kinds and f"left out: {others.total():,} file(s) without a known suffix ({kinds})"
@@ -230,29 +236,34 @@ def _scan(root: Path, classes: list[bytes]) -> dict[str, Any]:
         "Add their images (.jpg, .png and other usual suffixes), or remove the folders in both "
         f"train and val. {left_out.capitalize()}".strip(),
     ))  # fmt: skip
-    return {
+    newest_ns = max(max(it.st_mtime_ns, it.st_ctime_ns) for it in folders.values())
+    is_settled = newest_ns <= started_ns - YOUNGEST_TRUSTED_NS
+    shows_changes = is_settled and _times_show_changes({it.st_dev for it in folders.values()})
+    arrays = {
         "version": np.array(CACHE_VERSION),
         "classes": np.array(classes),
         "paths": np.concatenate(paths),
         "images_per_class": np.array(counts),
         "left_out": np.array(left_out),
-        "folders": np.array(list(times_ns)),
-        "times_ns": np.array(list(times_ns.values()), dtype=np.int64),
-        "started_ns": np.array(started_ns),
+        "folders": np.array(list(folders)),
+        "states": np.array([_state(status) for status in folders.values()]),
     }
+    return arrays, shows_changes
 
 
-def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int], Counter[bytes]]:
-    """Return the images of one class, sorted and relative to `root`; the modification time of each
-    folder; and the number of other files by suffix."""
+def _scan_class(
+    root: bytes, name: bytes
+) -> tuple[np.ndarray, dict[bytes, os.stat_result], Counter[bytes]]:
+    """Return the images of one class, sorted and relative to `root`; each folder with its status;
+    and the number of other files by suffix."""
     images: list[bytes] = []
     others: Counter[bytes] = Counter()
-    times_ns: dict[bytes, int] = {}
+    folders: dict[bytes, os.stat_result] = {}
     pending = [name]
     while pending:
         folder = pending.pop()
         here = os.path.join(root, folder)
-        times_ns[folder] = os.stat(here).st_mtime_ns
+        folders[folder] = os.stat(here)
         for entry in os.scandir(here):
             path = folder + b"/" + entry.name
             suffix = os.path.splitext(entry.name)[1].lower()
@@ -268,7 +279,7 @@ def _scan_class(root: bytes, name: bytes) -> tuple[np.ndarray, dict[bytes, int],
                 raise UserError(f"{os.fsdecode(entry.path)}: is not a regular file. Remove it.")
             else:
                 others[suffix] += 1
-    return np.sort(np.array(images, dtype=np.bytes_)), times_ns, others
+    return np.sort(np.array(images, dtype=np.bytes_)), folders, others
 
 
 def _refuse_link_upwards(entry: os.DirEntry, folder: bytes) -> None:
@@ -286,24 +297,72 @@ def _refuse_link_upwards(entry: os.DirEntry, folder: bytes) -> None:
 # ---- the cache ----
 
 
+def _list_once(cache: Path, root: Path, classes: list[bytes]) -> dict[str, Any]:
+    """Return what `_scan` finds, and keep it in `cache`; or wait for another process that does."""
+    arrays = None
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with locked(cache.with_suffix(".lock")):
+            arrays = _read_cache(cache, root, classes)
+            if arrays is None:
+                arrays, shows_changes = _scan(root, classes)
+                if shows_changes:
+                    with whole_file(cache) as file:
+                        np.savez(file, **arrays)
+    except OSError as error:
+        print(
+            f"warning: {cache.parent}: the listing of {root} cannot be cached there "
+            f"({error.strerror}), so each process lists it again at each start. Give a folder "
+            "that can be written with --cache-dir DIR.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return arrays or _scan(root, classes)[0]
+
+
 def _read_cache(cache: Path, root: Path, classes: list[bytes]) -> dict[str, Any] | None:
     """Return what `_scan` stored, or None if that is missing, damaged or out of date."""
     try:
         arrays = read_arrays(cache)
-        newest, started_ns = arrays["times_ns"].max(), int(arrays["started_ns"])
-        folders = zip(arrays["folders"].tolist(), arrays["times_ns"].tolist(), strict=True)
+        folders = zip(arrays["folders"].tolist(), arrays["states"].tolist(), strict=True)
         holds = (
             arrays["version"] == CACHE_VERSION
             and arrays["classes"].tolist() == classes
-            and newest <= started_ns - YOUNGEST_TRUSTED_NS
             and all(
-                os.stat(os.path.join(os.fsencode(root), folder)).st_mtime_ns == time_ns
-                for folder, time_ns in folders
+                _state(os.stat(os.path.join(os.fsencode(root), folder))) == state
+                for folder, state in folders
             )
         )
         return arrays if holds else None
     except DAMAGE:
         return None
+
+
+def _state(status: os.stat_result) -> bytes:
+    """Return what tells a folder from another one, and from itself before a change. Copies and
+    archives set the time of modification as they like, but not the one of the change, ctime."""
+    return b"%d %d %d %d" % (
+        _device(status), status.st_ino, status.st_mtime_ns, status.st_ctime_ns,
+    )  # fmt: skip
+
+
+def _device(status: os.stat_result) -> int:
+    """Return the number of the device, if it is one: a network file system's differs from host to
+    host, and would make hosts with a common cache list again and again."""
+    return status.st_dev if os.major(status.st_dev) else 0
+
+
+def _times_show_changes(devices: set[int]) -> bool:
+    """Return whether all file systems with these numbers are of kinds that give a folder new times
+    when it changes."""
+    for line in read_proc("/proc/self/mountinfo").splitlines():
+        # 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+        mount, _, source = line.partition(" - ")
+        major, minor = map(int, mount.split()[2].split(":"))
+        hides_changes = WITHOUT_CHANGE_TIMES.fullmatch(source.split()[0])
+        if hides_changes and os.makedev(major, minor) in devices:
+            return False
+    return True
 
 
 def read_arrays(file: Path) -> dict[str, Any]:
