@@ -34,33 +34,19 @@ bench-gpu: setup  ## the same on this machine's GPU
 	$(IN_VENV) python benchmarks/run.py --gpu $(ARGS)
 
 gpu-check: setup  ## five to ten minutes on a GPU, and one file to send back (ARGS=--dry: on the CPU; see docs/gpu.md)
-	$(PYTEST) -m gpu --junitxml runs/gpu-check-$$(date -u +%Y%m%d-%H%M%S).xml $(ARGS)
+	$(IN_VENV) python -m pytest tests -m gpu --junitxml runs/gpu-check-$$(date -u +%Y%m%d-%H%M%S).xml $(ARGS)
 
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)
 	$(IN_VENV) python compare/doctor.py $(ARGS)
 
-# The unit tests and those on several hosts in three processes, as many of them wait (Slurm's most, so
-# they are first). Beside them, one at a time, those of launchers, whose ranks wait for each other:
-# so no core is idle. What these say is shown when all have ended. One of the calls may find nothing
-# that ARGS asks for (5); an interruption, or a unit test that fails with -x, (2) ends the other.
-PYTEST := $(IN_VENV) python -m pytest tests
-define run_tests
-told=$$(mktemp); $(PYTEST) --part "launch$(1)" $(ARGS) >$$told 2>&1 & launches=$$!; \
-	trap 'kill $$launches; wait; rm -f $$told; exit 130' INT TERM; \
-	OMP_NUM_THREADS=1 $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --part "not launch$(1)" $(ARGS); \
-	unit=$$?; [ $$unit -ne 2 ] || kill $$launches; \
-	wait $$launches; launch=$$?; cat $$told; rm $$told; \
-	case $$unit,$$launch in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
-endef
-
 test: setup  ## run the tests that a change has to pass (ARGS="-k resume": some of them)
-	$(call run_tests, and not full)
+	$(IN_VENV) python tests/run.py "not full" $(ARGS)
 
 test-all: setup  ## run all tests, with the rarest pairs of launchers and the long benchmarks
-	$(call run_tests,)
+	$(IN_VENV) python tests/run.py "full or not full" $(ARGS)
 
 test-full: setup  ## run only those that test-all has and test has not
-	$(call run_tests, and full)
+	$(IN_VENV) python tests/run.py full $(ARGS)
 
 test-cluster: setup  ## run those that need several hosts (network namespaces, Slurm; as root)
 	$(IN_VENV) python -m pytest tests/cluster $(ARGS)

@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import functools
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ settings.load_profile("loaded")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="MARKEXPR", help="as -m; with both, both have to hold")
+    parser.addoption("--outcomes", metavar="FILE", help="list in it what did not pass, and why")
+    parser.addoption("--skipped-in", metavar="FOLDER", help="only what those lists say was skipped")
     parser.addoption("--dry", action="store_true", help="tests/test_gpu.py: on the CPU, and small")
 
 
@@ -28,6 +31,38 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(number, signal.default_int_handler)
     both = filter(None, (config.option.part, config.option.markexpr))
     config.option.markexpr = " and ".join(f"({expression})" for expression in both)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what was not skipped in the run of which --skipped-in has the lists."""
+    if folder := config.option.skipped_in:
+        lines = [line for file in Path(folder).glob("*.jsonl") for line in file.open()]
+        outcomes = [json.loads(line) for line in lines]
+        skipped = {one["test"] for one in outcomes if one["outcome"] == "skipped"}
+        config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in skipped])
+        items[:] = [x for x in items if x.nodeid in skipped]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """List what did not pass, for tests/run.py."""
+    if file := config.option.outcomes:
+        lines = [
+            json.dumps({"outcome": outcome, "test": report.nodeid, "why": why(report)}) + "\n"
+            for outcome in ("failed", "error", "skipped")
+            for report in terminalreporter.stats.get(outcome, [])
+        ]
+        Path(file).write_text("".join(lines))
+
+
+def why(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The reason of a skip, or the first line that tells of a failure."""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = (crash.message if crash else str(report.longrepr)).strip().splitlines()
+    return lines[0 if crash else -1][:200] if lines else ""
 
 
 @pytest.fixture(autouse=True)

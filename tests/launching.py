@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -165,9 +166,11 @@ def run(
         try:
             meanwhile(process)
             process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        except BaseException:  # the guard of pytest-timeout is none of Exception's
             output.seek(0)
-            raise AssertionError(f"{command} hung for {timeout} s:\n{output.read()}") from None
+            print(f"{shlex.join(command)}\nhad said when this test met a guard, or failed:\n")
+            print(output.read())
+            raise
         finally:
             seconds = time.monotonic() - started
             if process.poll() is not None:  # what it leaves may take its time to end

@@ -175,7 +175,9 @@ def test_ci_calls_the_commands_of_the_readme() -> None:
     commands = re.findall(r"^(make \w+) +#", README, re.MULTILINE)
     assert commands == ["make compare", "make test"]
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    phases = [line.split()[1] for line in lines if line.startswith("phase ")]
     assert all(f"phase {name.split()[1]} {name}" in lines for name in commands)
+    assert phases[-3:] == ["packages", "extras", "skipped"]  # what a user may lack comes last
 
 
 # The flags of the scripts that docs/flags.md is about, as their parsers have them.

@@ -4,16 +4,13 @@ import ast
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
-from launching import wait_until
 from making import write_program
 from msgspec import toml
 from packaging.requirements import Requirement
@@ -266,37 +263,6 @@ def test_make_says_whether_a_python_was_asked_for(line, said):
     command = ["make", "--dry-run", "--no-print-directory", "setup", *line]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
     assert said in subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
-
-
-@pytest.mark.parametrize(
-    ("unit", "launch", "is_good"),
-    [(0, "exit 0", True), (0, "exit 5", True), (5, "exit 0", True), (5, "exit 5", False),
-     (1, "exit 0", False), (0, "exit 1", False), (2, "exec sleep 900", False)],
-)  # fmt: skip
-def test_make_test_fails_if_a_test_does_or_if_none_is_asked_for(unit, launch, is_good, tmp_path):
-    asked = tmp_path / "asked"
-    write_program(
-        tmp_path / "bin/python",
-        f'echo "$@" >>{asked}\ncase "$*" in *"not launch"*)\n'
-        f'until grep -q "part launch" {asked}; do sleep 0.01; done\nexit {unit} ;; esac\n'
-        f"{launch}\n",
-    )
-    command = ["make", "test", "PYTHON=true", f"VENV={tmp_path}", "ARGS=-m gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode == 0) == is_good, done.stderr
-    assert asked.read_text().count("-m gpu\n") == 2
-
-
-def test_an_interruption_ends_both_parts_of_make_test(tmp_path):
-    """Though what a shell starts in the background does not hear of SIGINT."""
-    pids = tmp_path / "pids"
-    write_program(tmp_path / "bin/python", f"echo $$ >>{pids}\nexec sleep 900\n")
-    command = ["make", "test", "PYTHON=true", f"VENV={tmp_path}"]
-    make = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
-    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-    os.killpg(make.pid, signal.SIGINT)
-    assert make.wait(60) != 0
-    assert not any(map(psutil.pid_exists, map(int, pids.read_text().split())))
 
 
 # ---- the lock
