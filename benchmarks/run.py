@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from compare.evidence.records import load_comparison
+from compare.page.findings import Report
 from compare.page.tables import goals_tables, table_text
 from compare.plan.environment import ROOT
 from compare.running.launch import utc_stamp
@@ -73,7 +74,7 @@ def bench(
         failed += measure(plans[name], out / name, [*how, *tiny])
     measured = [path.parent for path in sorted(out.glob("*/plan.json"))]
     measured = [folder for folder in measured if folder.name not in failed]
-    for table in goals_tables(list(map(load_comparison, measured))):
+    for table in goals_tables([Report(load_comparison(folder)) for folder in measured]):
         replace_file(out / "table.md", f"{table_text(table, markdown=True)}\n")
         print(f"\n{table_text(table)}\n\nrecords: {out}")
     if failed:

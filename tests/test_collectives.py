@@ -128,6 +128,7 @@ def write_folder(
             lines = [{
                 "kind": "world", "backend": name, "transport": "MPI", "device": "cpu",
                 "device_name": "A processor", "hosts": ["a", "b"], "versions": {"x": "1"},
+                "ranks": 4, "threads": 1,
             }]  # fmt: skip
             for (message, size), wire in product(messages.items(), ("fp32", "fp16")):
                 if (name, wire) != ("mpi4py", "fp16"):
@@ -202,6 +203,25 @@ def test_an_interrupted_measurement_shows_its_complete_blocks(tmp_path):
     assert "too few blocks" in report and "2 of 3 blocks are complete" in report
 
 
+def test_an_interrupted_measurement_decides_nothing(tmp_path):
+    folder = write_folder(tmp_path / "m", TIMES)
+    assert re.search("decided$", text_report(read_measurement(folder)), re.MULTILINE)
+    plan = json.loads((folder / "collectives.json").read_text())
+    (folder / "collectives.json").write_text(json.dumps(plan | {"blocks": 5}))
+    report = text_report(read_measurement(folder))
+    assert not re.search("  decided$", report, re.MULTILINE)
+    assert "3 of 5 blocks are complete, so nothing is decided" in report
+
+
+def test_launches_that_differ_decide_nothing(tmp_path):
+    folder = write_folder(tmp_path / "m", TIMES)
+    path = folder / "block-2/horovod-mpi/measurements.jsonl"
+    path.write_text(path.read_text().replace('"threads": 1', '"threads": 2'))
+    report = text_report(read_measurement(folder))
+    assert not re.search("  decided$", report, re.MULTILINE)
+    assert "horovod-mpi: 2" in report.replace("\n  ", " ")
+
+
 def test_a_folder_without_figures_is_refused(tmp_path, capsys):
     assert main(["--show", str(tmp_path)]) == 2
     assert "holds no measurement" in capsys.readouterr().err
@@ -215,7 +235,14 @@ def test_a_folder_without_figures_is_refused(tmp_path, capsys):
     [
         ("collectives.json", "[]", "is not a JSON object"),
         ("block-2/mpi4py/outcome.json", '{"status": 7}', "status = 7"),
+        ("collectives.json", '{"backends": ["mpi4py"]}', "missing required field `blocks`"),
         ("block-2/mpi4py/measurements.jsonl", '{"kind": "allr', "is not a JSON object"),
+        (
+            "block-2/mpi4py/measurements.jsonl",
+            '{"kind": "world"}',
+            "missing required field `transport`",
+        ),
+        ("block-2/mpi4py/measurements.jsonl", "", "lacks what it was measured on"),
     ],
 )
 def test_a_damaged_file_is_one_message(file, text, said, tmp_path, refusal):
@@ -223,6 +250,14 @@ def test_a_damaged_file_is_one_message(file, text, said, tmp_path, refusal):
     (folder / file).write_text(text)
     message = refusal(main, ["--show", str(folder)])
     assert said in message and Path(file).name in message
+
+
+def test_a_lost_line_does_not_mix_messages(tmp_path, refusal):
+    folder = write_folder(tmp_path / "m", TIMES)
+    path = folder / "block-2/mpi4py/measurements.jsonl"
+    first, _, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, *others]))
+    assert "its messages are not those of block 1" in refusal(main, ["--show", str(folder)])
 
 
 def test_the_file_holds_the_figures_of_the_table(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from compare.evidence.judgement import holm
 from compare.evidence.paired import (
     MIN_BLOCKS,
     Estimate,
@@ -25,7 +26,7 @@ from compare.evidence.paired import (
 from compare.evidence.reading import read_block
 from compare.evidence.stopping import is_enough, reason_to_stop
 from compare.evidence.turns import Block
-from compare.evidence.verdicts import DIFFERENT, Verdict, decided, holm
+from compare.evidence.verdicts import DIFFERENT, Verdict, decided
 from compare.plan.blocks import ROUNDS
 from compare.plan.plan import Plan
 from compare.running.scheduler import ABLATION_EVERY

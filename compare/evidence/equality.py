@@ -88,9 +88,9 @@ class Fact:
         """Return whether runs differ in this field although the plan does not vary it."""
         return bool(self.changed) or (bool(self.unequal_blocks) and not self.is_varied)
 
-    def between(self, pair: tuple[str, str], blocks: set[int]) -> "Fact":
-        """Return the fact restricted to two configurations and some blocks."""
-        rows = (row for row in self.rows if row.configuration in pair and row.block in blocks)
+    def between(self, names: set[str], blocks: set[int]) -> "Fact":
+        """Return the fact restricted to some configurations and some blocks."""
+        rows = (row for row in self.rows if row.configuration in names and row.block in blocks)
         return replace(self, rows=tuple(rows))
 
 

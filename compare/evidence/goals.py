@@ -1,13 +1,16 @@
 """A plan's goals and their verdicts: the ratio of two sides' speeds, or a speed, and its goal."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from compare.evidence.paired import Estimate
+from compare.evidence.equality import Fact, compare_facts, difference_text
+from compare.evidence.judgement import Finding, find, holm, judged_together
 from compare.evidence.records import Comparison
-from compare.evidence.turns import estimate
+from compare.evidence.stopping import unfinished
 
 REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
+UNFINISHED, NO_VERDICT = "not finished", "no verdict"
 # An interval that contains its goal is also a result, AT_GOAL, if its lower end is at most this
 # share below the goal: it could take hours to show on which side the truth lies, and no choice
 # would depend on it. For a ratio the tolerance is at most half the goal's distance from 1. That
@@ -17,51 +20,77 @@ REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not s
 NEAR = 0.02
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A goal, and the estimate to judge it by."""
+@dataclass(frozen=True, kw_only=True)
+class Goal(Finding):
+    """A goal, and the finding to judge it by."""
 
     question: str
     name: str  # first:second, or one side
     least: float  # the value to reach, as in the plan
-    found: Estimate
-    unit: str  # "" for a ratio
+    unit: str = ""  # "" for a ratio
+    decision: str = OPEN  # see `decided`
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is reached, by the interval."""
-        low, high = self.found.low, self.found.high
-        if low is None or high is None:
-            return OPEN
-        if low >= self.least:
-            return REACHED
-        if high < self.least:
-            return MISSED
+        """Whether the goal is reached, or why that is not judged."""
+        if self.differences:
+            return f"{NO_VERDICT}: {'; '.join(map(difference_text, self.differences))}"
+        return self.decision if self.is_finished else UNFINISHED
+
+    @property
+    def tolerated(self) -> float:
+        """The smallest value that still counts as being at the goal."""
         allowed = math.inf if self.unit else abs(1 - self.least) / 2
-        return AT_GOAL if low >= self.least - min(NEAR * self.least, allowed) else OPEN
+        return self.least - min(NEAR * self.least, allowed)
 
     @property
     def interval(self) -> str | None:
         """The ends of the interval, if there is one."""
-        low, high = self.found.low, self.found.high
-        return None if low is None or high is None else f"{self.shown(low)} – {self.shown(high)}"
+        if self.speed is None or self.speed.low is None or self.speed.high is None:
+            return None
+        return f"{self.shown(self.speed.low)} – {self.shown(self.speed.high)}"
 
     def shown(self, value: float) -> str:
         """Return a figure with its unit."""
         return f"{value:,.0f} {self.unit}" if self.unit else f"{value:.3f}"
 
 
-def goals_of(comparison: Comparison) -> list[Goal]:
-    """Return a comparison's goals at each case and number of workers that has blocks to judge them
-    by."""
-    question = comparison.plan.question or comparison.folder.name
-    goals = []
-    for place in comparison.plan.groups():
-        for name, least in comparison.plan.goals.items():
+def goals_of(
+    comparison: Comparison, facts: Mapping[tuple[str, int], Sequence[Fact]] | None = None
+) -> list[Goal]:
+    """Return a comparison's goals at each case and number of workers, with their verdicts; none of
+    a null test, which asks something else. `facts`: as in `judge`."""
+    plan, missing, goals = comparison.plan, unfinished(comparison), list[Goal]()
+    for place in () if plan.null else plan.groups():
+        facts_here = (facts or {}).get(place) or compare_facts(comparison, *place)
+        for name, least in plan.goals.items():
             first, _, second = name.partition(":")
             powers = {first: 1, second: -1} if second else {first: 1}
-            if blocks := [b for b in comparison.blocks(*place) if powers.keys() <= {*b.order}]:
-                measured = estimate(blocks, powers, confidence=comparison.confidence)
-                unit = "" if second else f"{comparison.unit}/s"
-                goals.append(Goal(question, name, least, measured, unit))
-    return goals
+            goals.append(
+                Goal(
+                    **vars(find(comparison, place, powers, facts_here, missing)),
+                    question=plan.question or comparison.folder.name,
+                    name=name,
+                    least=least,
+                    unit="" if second else f"{comparison.unit}/s",
+                )
+            )
+    return decided(goals)
+
+
+def decided(goals: Sequence[Goal]) -> list[Goal]:
+    """Return the goals with their decisions. As with verdicts, Holm's test runs twice: in all goals
+    together the probability of any false "reached" or "not reached" is at most 1 - CONFIDENCE, and
+    that of any false "at the goal" half of that, as it has one side only."""
+    judged, error = judged_together(goals)
+    beside = holm({i: speed.p_difference(goals[i].least) for i, speed in judged.items()}, error)
+    near = holm({i: speed.p_below(goals[i].tolerated) for i, speed in judged.items()}, error / 2)
+    with_decisions = []
+    for index, goal in enumerate(goals):
+        decision = AT_GOAL if index in near else OPEN
+        if index in beside and judged[index].ratio > goal.least:
+            decision = REACHED
+        elif index in beside:
+            decision = MISSED
+        with_decisions.append(replace(goal, decision=decision, family=len(judged) or 1))
+    return with_decisions

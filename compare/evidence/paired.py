@@ -83,9 +83,14 @@ class Estimate:
         lag_1 = float(errors[1:] @ errors[:-1]) / max(1e-20, float(errors @ errors))
         return lag_1, float(ndtr(-(n * lag_1 + 1) * math.sqrt(n - 1) / max(1, n - 2)))
 
-    def p_difference(self) -> float:
-        """Return the two-sided p-value of the hypothesis that both are equally fast."""
-        return 2 * self.p_beyond(abs(math.log(self.ratio)))
+    def p_difference(self, value: float = 1) -> float:
+        """Return the two-sided p-value of the hypothesis that the true ratio is `value`: by
+        default, that both are equally fast."""
+        return 2 * self.p_beyond(abs(math.log(self.ratio / value)))
+
+    def p_below(self, value: float) -> float:
+        """Return the one-sided p-value of the hypothesis that the true ratio is below `value`."""
+        return self.p_beyond(math.log(self.ratio / value))
 
     def p_equality(self, margin: float) -> float:
         """Return the p-value of the hypothesis that they differ by at least `margin` (0.03 is 3 %),

@@ -189,7 +189,7 @@ def unfinished(comparison: Comparison) -> dict[tuple[str, int], str]:
     known, and all are unfinished."""
     plan = comparison.plan
     damaged = {(case, workers): why for case, workers, why in comparison.damaged_blocks}
-    if not plan.pairs():
+    if not plan.pairs() and plan.blocks is None:
         return damaged
     groups = [
         group_of(plan, *place, comparison.blocks(*place), comparison.confidence)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from compare.evidence.equality import Fact, compare_facts, difference_text
-from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
+from compare.evidence.judgement import Finding, facts_between, find, holm, judged_together
+from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.evidence.records import Comparison
 from compare.evidence.stopping import unfinished
-from compare.evidence.turns import estimate, throughput, work_per_cpu_second
+from compare.evidence.turns import estimate, work_per_cpu_second
 from compare.evidence.words import (
     bound_text,
     count,
@@ -52,35 +53,27 @@ NOT_FOUND = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The verdict on two configurations, in one case at one number of workers."""
+class Verdict(Finding):
+    """The verdict on two configurations, in one case at one number of workers; its speed is that of
+    the first / that of the second."""
 
-    case: str
-    workers: int
     first: str
     second: str
     first_label: str
     second_label: str
-    differences: tuple[Fact, ...]  # that forbid a verdict
     margin: float  # largest difference that counts as "equal": 0.03 is 3 %
     unit: str = "images"  # what speeds count, per second
     is_null_test: bool = False  # both sides are the same: any difference comes from the machine
     delay: float | None = None  # in a null test's control: the second's steps take this share more
-    speed: Estimate | None = None  # first / second, images per second
     cpu: Estimate | None = None  # first / second, CPU time per image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
     equal_work: str = ""  # for a user's own scripts: whether equal work is shown, in words
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
-    is_finished: bool = True  # False: the plan needs more blocks, and nothing is decided yet
-    family: int = 1  # number of verdicts that Holm's correction covers
 
     @property
-    def corrected_half_width(self) -> float:
-        """The relative half-width of the interval at the confidence of Holm's first step."""
-        if self.speed is None:
-            return math.inf
-        confidence = 1 - (1 - self.speed.confidence) / self.family
-        return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
+    def is_judged(self) -> bool:
+        """A null test's control tests the measurement, by a rule of its own: `finds_delay`."""
+        return super().is_judged and self.delay is None
 
     @property
     def of(self) -> str:
@@ -183,34 +176,22 @@ def judge(
     for place in comparison.plan.groups():
         facts_here = (facts or {}).get(place) or compare_facts(comparison, *place)
         verdicts += [
-            judge_pair(comparison, *place, pair, facts_here) for pair in comparison.plan.pairs()
+            judge_pair(comparison, place, pair, facts_here, missing)
+            for pair in comparison.plan.pairs()
         ]
-    # Stopping whenever the figures look good finds differences that do not exist: an unfinished
-    # measurement decides nothing.
-    return decided(
-        [replace(one, is_finished=(one.case, one.workers) not in missing) for one in verdicts]
-    )
+    return decided(verdicts)
 
 
 def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return the verdicts with their decisions. In all of them together the probability of any
     false "faster" or "slower" is at most 1 - CONFIDENCE, and so is that of any false "equal".
 
-    Holm's step-down test (Scandinavian Journal of Statistics 6, 1979) runs twice: over the
-    hypotheses of no difference, and over those of a difference of the margin or more. It may reject
-    both for a verdict whose difference is certain but too small to matter. The decision is then
-    "equal", except in a null test, which looks for any difference.
+    Holm's step-down test runs twice: over the hypotheses of no difference, and over those of a
+    difference of the margin or more. It may reject both for a verdict whose difference is certain
+    but too small to matter. The decision is then "equal", except in a null test, which looks for
+    any difference.
     """
-    judged = {
-        index: verdict.speed
-        for index, verdict in enumerate(verdicts)
-        if verdict.speed is not None
-        and verdict.speed.low is not None
-        and not verdict.differences
-        and verdict.is_finished
-        and verdict.delay is None  # a test of the measurement, with its own rule
-    }
-    error = 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
+    judged, error = judged_together(verdicts)
     unequal = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
     # Half the error: a single verdict is then "equal" if and only if its interval lies within the
     # margin.
@@ -230,55 +211,43 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return with_decisions
 
 
-def holm(p_values: Mapping[int, float], error: float) -> set[int]:
-    """Return which hypotheses Holm's test rejects. It takes them by rising p-value, compares each
-    p-value with the error divided by the number of hypotheses left, and stops at the first that it
-    does not reject."""
-    rejected: set[int] = set()
-    for index in sorted(p_values, key=lambda index: p_values[index]):
-        if p_values[index] > error / (len(p_values) - len(rejected)):
-            break
-        rejected.add(index)
-    return rejected
-
-
 def judge_pair(
-    comparison: Comparison, case: str, workers: int, pair: tuple[str, str], facts: Iterable[Fact]
+    comparison: Comparison,
+    place: tuple[str, int],
+    pair: tuple[str, str],
+    facts: Sequence[Fact],
+    missing: Iterable[tuple[str, int]],
 ) -> Verdict:
-    """Compare two configurations over the blocks in which both are complete."""
+    """Compare two configurations over the blocks in which both are complete. `missing`: the
+    unfinished places."""
     first, second = pair
-    labels = labels_of(comparison)
+    labels, powers = labels_of(comparison), {first: 1, second: -1}
     runs, others = (
-        {run.block: run for run in comparison.complete_runs((case, workers, name))} for name in pair
+        {run.block: run for run in comparison.complete_runs((*place, name))} for name in pair
     )
     both = [(runs[block], others[block]) for block in sorted(runs.keys() & others.keys())]
-    whole, turns = {a.block for a, _ in both}, {side.block for side in comparison.sides}
-    between = [fact.between(pair, turns if fact.is_of_sides else whole) for fact in facts]
-    equal = tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in both)
-    differences = {fact.field: fact for fact in between if fact.is_confounder}
+    equal_work = ""
+    if comparison.plan.side:
+        between = facts_between(comparison, place, pair, facts)
+        equal_work = equal_work_text(comparison, pair, between)
     verdict = Verdict(
-        case=case,
-        workers=workers,
+        **vars(find(comparison, place, powers, facts, missing)),
         first=first,
         second=second,
         first_label=labels[first],
         second_label=labels[second],
-        differences=tuple(differences.values()),
         margin=comparison.plan.margin_of(pair),
         unit=comparison.unit,
         is_null_test=comparison.plan.null,
         delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
-        equal_weights=equal,
-        equal_work=equal_work_text(comparison, pair, between) if comparison.plan.side else "",
+        equal_weights=tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in both),
+        equal_work=equal_work,
     )
-    blocks = [one for one in comparison.blocks(case, workers) if {*pair} <= {*one.order}]
-    if differences or not blocks:
+    if verdict.speed is None:
         return verdict
-    speed, work = (
-        estimate(blocks, {first: 1, second: -1}, value, comparison.confidence)
-        for value in (throughput, work_per_cpu_second)
-    )
-    return replace(verdict, speed=speed, cpu=work.inverse())
+    blocks = comparison.blocks(*place)
+    work = estimate(blocks, powers, work_per_cpu_second, comparison.confidence)
+    return replace(verdict, cpu=work.inverse())
 
 
 def interaction(

@@ -11,18 +11,59 @@ from typing import Any
 import tabulate
 
 from compare.evidence import packed
+from compare.evidence.judgement import Finding, holm, judged_together
 from compare.evidence.packed import read_text
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_ratio
-from compare.evidence.reading import decode, read_object, read_outcome
+from compare.evidence.reading import decode, parse, read_object, read_outcome
 from compare.evidence.turns import quiet_load
-from compare.evidence.verdicts import holm
-from compare.evidence.words import count, interval_text, ratio_text, three_digits
-from recipe.errors import refuse
+from compare.evidence.words import count, interval_text, ratio_text, short, three_digits
+from recipe.errors import UserError, refuse
+from recipe.record.schema import Count, Positive, Text
 from recipe.settings.flags import WIRE_BYTES
 
 WIDTH = 100  # of lines
 INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+EQUAL = ("ranks", "hosts", "threads")  # among all launches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What collectives.json holds, as far as it is read."""
+
+    backends: list[Text]
+    blocks: Count
+    workers: Count
+    model: Text
+    cores: Count
+    warnings: list[Text]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldLine:
+    """The first line of a launch: what it ran on."""
+
+    transport: Text
+    device: Text
+    device_name: Text
+    ranks: Count
+    hosts: list[Text]
+    threads: Count
+    versions: dict[str, Text]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllreduceLine:
+    """The all-reduce of one message in one wire format, in one launch."""
+
+    message: Text
+    wire: Text
+    bytes: Count
+    tensors: Count
+    seconds_median: Positive
+
+
+LINES = {"world": WorldLine, "allreduce": AllreduceLine}
 
 
 @dataclass(frozen=True)
@@ -69,6 +110,12 @@ class Measurement:
     failed: list[str]  # backends
     complete_blocks: int
     other_loads: list[float]  # of each launch: cores that other processes kept busy, on average
+    unequal: list[str]  # in what the launches differ that must be equal
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether blocks are missing."""
+        return self.complete_blocks < self.plan["blocks"]
 
     def rivals(self, figure: Figure) -> list[Figure]:
         """Return the figures to compare one with: the first backend's in the same wire format, and
@@ -87,33 +134,61 @@ def read_measurement(folder: Path) -> Measurement:
     path = folder / "collectives.json"
     refuse((not packed.exists(path), f"{folder}: holds no measurement of collectives"))
     plan = read_object(path)
+    parse(plan, Settings, path)
     launches: dict[str, list[list[dict[str, Any]]]] = {}  # each launch's lines
     failed, loads = list[str](), list[float]()
     for name, block in product(plan["backends"], range(1, plan["blocks"] + 1)):
         place = folder / f"block-{block}" / name
-        outcome, path = read_outcome(place), place / "measurements.jsonl"
+        outcome = read_outcome(place)
         loads.append(outcome.other_load or 0.0)
         if outcome.status == "completed":
-            lines = [decode(line, path) for line in read_text(path).splitlines()]
-            launches.setdefault(name, []).append(lines)
+            launches.setdefault(name, []).append(read_launch(place / "measurements.jsonl"))
         elif outcome.status != "not run":  # as after an interruption
             failed.append(name)
     launches = {name: by_block for name, by_block in launches.items() if name not in failed}
     # Blocks in which all backends were measured; the last block may have been interrupted.
     blocks = min(map(len, launches.values()), default=0)
     refuse((not blocks, f"{folder}: no block is complete; each launch's output.log there says why"))
-    figures = {
-        (name, first["message"], first["wire"]): Figure(
-            name, first["message"], first["wire"], first["bytes"], first["tensors"],
-            plan["workers"], tuple(one["seconds_median"] for one in lines),
-        )
-        for name, by_block in launches.items()
-        for lines in zip(*by_block[:blocks], strict=False)
-        for first in lines[:1]
-        if first["kind"] == "allreduce"
-    }  # fmt: skip
+    figures = dict[tuple[str, str, str], Figure]()
+    for name, by_block in launches.items():
+        messages = [[(one["message"], one["wire"]) for one in lines[1:]] for lines in by_block]
+        if odd := [block for block, told in enumerate(messages, 1) if told != messages[0]]:
+            where = folder / f"block-{odd[0]}" / name / "measurements.jsonl"
+            raise UserError(f"{where}: its messages are not those of block 1; measure again")
+        for lines in zip(*(lines[1:] for lines in by_block[:blocks]), strict=True):
+            first, seconds = lines[0], tuple(one["seconds_median"] for one in lines)
+            figures[name, first["message"], first["wire"]] = Figure(
+                name, first["message"], first["wire"], first["bytes"], first["tensors"],
+                plan["workers"], seconds,
+            )  # fmt: skip
     worlds = {name: by_block[0][0] for name, by_block in launches.items()}
-    return Measurement(plan, worlds, figures, failed, blocks, loads)
+    return Measurement(plan, worlds, figures, failed, blocks, loads, unequal_in(launches))
+
+
+def read_launch(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of one launch: what it ran on, then a line for each message and wire format.
+    UserError names a damaged line."""
+    kept = list[dict[str, Any]]()
+    for number, text in enumerate(read_text(path).splitlines(), start=1):
+        line = decode(text, where := f"{path}, line {number}")
+        kind = LINES.get(str(line.get("kind")))
+        if kind is not None:
+            parse(line, kind, where)
+            kept.append(line)
+    if [line["kind"] for line in kept[:2]] != ["world", "allreduce"]:
+        raise UserError(f"{path}: lacks what it was measured on, or what was measured")
+    return kept
+
+
+def unequal_in(launches: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
+    """Return in what launches differ that must be equal, in words."""
+    started = [(name, lines[0]) for name, by_block in launches.items() for lines in by_block]
+    unequal = list[str]()
+    for field in EQUAL:
+        values = [f"{name}: {short(of[field])}" for name, of in started]
+        if any(of[field] != started[0][1][field] for _, of in started):
+            unequal.append(f"{field} ({', '.join(dict.fromkeys(values))})")
+    return unequal
 
 
 def text_report(measurement: Measurement) -> str:
@@ -180,8 +255,10 @@ def speed_table(measurement: Measurement) -> str:
     rows = list[tuple[str, ...]]()
     for wires in sorted({(b.wire, a.wire) for a, b in pairs}, reverse=True):  # fp32 first
         speeds = [(a, b, a.speed_against(b)) for a, b in pairs if (b.wire, a.wire) == wires]
-        p_values = {i: speed.p_difference() for i, (*_, speed) in enumerate(speeds)}
-        decided = holm(p_values, 1 - CONFIDENCE)
+        is_finished = not measurement.is_interrupted and not measurement.unequal
+        found = [Finding(speed=speed, is_finished=is_finished) for *_, speed in speeds]
+        judged, error = judged_together(found)
+        decided = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
         for i, (a, b, speed) in enumerate(speeds):
             interval = interval_text(speed).removeprefix(f"{INTERVAL} ")
             shown = interval if speed.blocks >= MIN_BLOCKS else "too few blocks"
@@ -196,12 +273,17 @@ def caveats_of(measurement: Measurement) -> list[str]:
     """Return which figures are missing, and what makes the others doubtful."""
     plan, blocks, loads = measurement.plan, measurement.complete_blocks, measurement.other_loads
     disturbed = [load for load in loads if load >= quiet_load(plan["cores"])]
-    interrupted = f"interrupted: {blocks} of {plan['blocks']} blocks are complete"
+    interrupted = (
+        f"interrupted: {blocks} of {plan['blocks']} blocks are complete, so nothing is decided"
+    )
+    unequal = f"the launches differ in {'; '.join(measurement.unequal)}: nothing is decided"
     busy = (
         f"in {len(disturbed)} of {len(loads)} launches other processes kept cores busy, "
         f"{max(disturbed, default=0):.1f} of {plan['cores']} at worst"
     )
-    warnings = [interrupted] * (blocks < plan["blocks"]) + [busy] * bool(disturbed)
+    warnings = [interrupted] if measurement.is_interrupted else []
+    warnings += [unequal] if measurement.unequal else []
+    warnings += [busy] if disturbed else []
     return [
         *(f"{name}: FAILED, no figures; see its output.log." for name in measurement.failed),
         *(f"warning: {line}" for line in (*warnings, *plan["warnings"])),

@@ -9,6 +9,7 @@ from typing import Any
 
 from compare.evidence import packed
 from compare.evidence.equality import compare_facts
+from compare.evidence.goals import goals_of
 from compare.evidence.occasions import Key, over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
 from compare.evidence.records import Comparison, RunRecord
@@ -72,6 +73,7 @@ class Report:
         }
         self.labels = labels_of(comparison)
         self.verdicts = judge(comparison, self.facts)
+        self.goals = goals_of(comparison, self.facts)
         found = {
             place: interaction(
                 comparison, *place, [v for v in self.verdicts if (v.case, v.workers) == place]
@@ -84,7 +86,7 @@ class Report:
         self.trainings = training_rows(comparison)
         self.phases = phase_rows(comparison)
         self.phase_differences = phase_differences(comparison, self.verdicts)
-        self.notices = notices(comparison)  # last: reading the figures above may find damage
+        self.notices = notices(comparison)
 
     @property
     def title(self) -> str:
@@ -351,7 +353,8 @@ def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
 def trouble(run: RunRecord) -> str:
     """Say what became of a run that is not complete."""
     if run.reason:
-        return f"unreadable: {run.reason}"
+        lost = "no learning curve, " if run.is_complete else ""
+        return f"{lost}unreadable: {run.reason}"
     if run.status == "not run":
         return run.status
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"

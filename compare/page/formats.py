@@ -38,7 +38,7 @@ from recipe.record.schema import Energy
 
 def main_tables(report: Report) -> list[Table]:
     """Return the tables that every form shows."""
-    first = [*goals_tables([report.comparison]), *square_tables(report)]
+    first = [*goals_tables([report]), *square_tables(report)]
     return [*first, *(table for table in all_tables(report) if not table.is_detail)]
 
 
@@ -100,7 +100,7 @@ def as_page(reports: Sequence[Report]) -> str:
         report=report,
         comparison=comparison,
         folder=comparison.folder.resolve().name,
-        squares=[*goals_tables([comparison]), *square_tables(report)],
+        squares=[*goals_tables([report]), *square_tables(report)],
         places=len(report.facts),
         machine=fact_lines(fact for fact in others if fact.field in ENVIRONMENT),
         settings=fact_lines(fact for fact in others if fact.field not in ENVIRONMENT),
@@ -269,6 +269,7 @@ def report_value(report: Report) -> dict[str, Any]:
         "verdicts": [
             {**vars(verdict), "sentence": verdict.sentence()} for verdict in report.verdicts
         ],
+        "goals": [{**vars(goal), "verdict": goal.verdict} for goal in report.goals],
         "interactions": [
             {"case": case, "workers": workers, "speed": speed}
             for (case, workers), speed in report.interactions.items()

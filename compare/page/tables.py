@@ -8,9 +8,8 @@ from typing import Any
 
 import tabulate
 
-from compare.evidence.goals import goals_of
+from compare.evidence.goals import NO_VERDICT, UNFINISHED, Goal
 from compare.evidence.paired import Difference, Estimate
-from compare.evidence.records import Comparison
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
 from compare.page.findings import Report, SideBySide
@@ -265,23 +264,40 @@ def cell_table(
     )
 
 
-def goals_tables(comparisons: Sequence[Comparison]) -> list[Table]:
+def goals_tables(reports: Sequence[Report]) -> list[Table]:
     """Return the table of the plans' goals and their verdicts; none if no plan has goals."""
-    goals = [goal for one in comparisons for goal in goals_of(one)]
+    goals = [goal for report in reports for goal in report.goals]
+    places = {(goal.case, goal.workers) for goal in goals}
+
+    def found(goal: Goal) -> TableCell | None:
+        return TableCell(goal.shown(goal.speed.ratio), goal.speed.ratio) if goal.speed else None
+
+    def verdict(goal: Goal) -> TableCell:
+        is_alarm = goal.verdict.startswith((NO_VERDICT, UNFINISHED))
+        return TableCell(goal.verdict, is_alarm=is_alarm)
+
     columns = (
-        *[Column("question", lambda goal: goal.question, is_number=False)] * (len(comparisons) > 1),
+        *[Column("question", lambda goal: goal.question, is_number=False)] * (len(reports) > 1),
+        *[Column("at", lambda goal: place_text(goal.case, goal.workers), is_number=False)]
+        * (len(places) > 1),
         Column("sides", lambda goal: goal.name.replace(":", " / "), is_number=False),
         Column("goal", lambda goal: f"≥ {goal.shown(goal.least)}"),
-        Column("found", lambda goal: TableCell(goal.shown(goal.found.ratio), goal.found.ratio)),
+        Column("found", found),
         Column("interval", lambda goal: goal.interval),
-        Column("blocks", lambda goal: counted(goal.found.blocks, None)),
-        Column("verdict", lambda goal: goal.verdict, is_number=False),
+        Column("blocks", lambda goal: counted(goal.speed.blocks if goal.speed else 0, None)),
+        Column("verdict", verdict, is_number=False),
     )
     note = (
         "The ratio of two sides' speeds, or a side's speed, against the plan's goal. At the goal: "
-        "the interval contains the goal, and its lower end is at most 2 % below the goal; for a "
+        "it is not shown to be reached or missed, but to be at most 2 % below the goal; for a "
         "ratio, also at most half as far below it as the goal is from 1."
     )
+    family = max((goal.family for goal in goals), default=1)
+    if family > 1:
+        note += (
+            f" The goals of a plan (up to {family} here) are corrected by Holm's method, as "
+            "verdicts are: an interval alone may say more than the verdict."
+        )
     return [Table("Goals", note, columns, goals)] if goals else []
 
 
@@ -377,7 +393,7 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
         Table("Over occasions", POOLED, occasions, both.occasions),
         Table("What differs", "", texts, [(k, *v) for k, v in both.differences.items()]),
     ]
-    return [table for table in found if table.lines]
+    return [*goals_tables(both.reports), *(table for table in found if table.lines)]
 
 
 def escaped(text: str) -> str:

@@ -262,8 +262,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         dict[str, float],
         flag(
             "the speed ratio that a pair must reach, as in --goals ddp:bare=0.985, or the speed "
-            "that a side must reach, as in --goals ddp=3200; unless --pairs names others, the "
-            "pairs with goals are judged",
+            "that a side must reach, as in --goals ddp=3200; a pair with a goal is one of the "
+            "pairs to judge",
             "FIRST:SECOND=RATIO",
             identifies=True,
         ),
@@ -510,7 +510,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             delayed = [(first, f"{first}-delayed")] if self.delay is not None else []
             return [*((name, f"{name}-again") for name in self.configurations), *delayed]
         with_goals = [(a, b) for a, _, b in (key.partition(":") for key in self.goals) if b]
-        return list(self.judged_pairs) or with_goals or [(first, other) for other in others]
+        asked = [*dict.fromkeys((*self.judged_pairs, *with_goals))]
+        return asked or [(first, other) for other in others]
 
     def margin_of(self, pair: tuple[str, str]) -> float:
         """Return the pair's margin: speeds that differ by less than this share count as equal."""

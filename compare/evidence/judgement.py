@@ -1,0 +1,96 @@
+"""What may be judged, and which of several findings hold together: one rule, which verdicts, goals
+and the all-reduces' speeds obey."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from compare.evidence.equality import Fact
+from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
+from compare.evidence.records import Comparison
+from compare.evidence.turns import estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What the blocks of one case at one number of workers show of some sides."""
+
+    case: str = ""
+    workers: int = 0
+    differences: tuple[Fact, ...] = ()  # that forbid a judgement
+    is_finished: bool = True  # False: the plan needs more blocks, and nothing is decided yet
+    speed: Estimate | None = None  # of a ratio, or a speed; None: no blocks, or differences
+    family: int = 1  # number of findings that Holm's correction covers
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether anything may be concluded: the measurement is finished, the sides differ only in
+        what the plan varies, and there is an interval. (Stopping whenever the figures look good
+        finds differences that do not exist.)"""
+        has_interval = self.speed is not None and self.speed.low is not None
+        return has_interval and self.is_finished and not self.differences
+
+    @property
+    def corrected_half_width(self) -> float:
+        """The relative half-width of the interval at the confidence of Holm's first step."""
+        if self.speed is None:
+            return math.inf
+        confidence = 1 - (1 - self.speed.confidence) / self.family
+        return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
+
+
+def facts_between(
+    comparison: Comparison, place: tuple[str, int], names: Iterable[str], facts: Iterable[Fact]
+) -> list[Fact]:
+    """Return the facts of these sides, in the blocks that have all of them. `facts` come from
+    `compare_facts`."""
+    runs = [{run.block for run in comparison.complete_runs((*place, name))} for name in names]
+    whole, turns = set.intersection(*runs), {side.block for side in comparison.sides}
+    return [fact.between({*names}, turns if fact.is_of_sides else whole) for fact in facts]
+
+
+def find(
+    comparison: Comparison,
+    place: tuple[str, int],
+    powers: Mapping[str, int],
+    facts: Iterable[Fact],
+    missing: Iterable[tuple[str, int]],
+) -> Finding:
+    """Return what the blocks show of the product of these sides' speeds, each raised to its power
+    (as in `estimate`). `missing`: the unfinished places."""
+    between = facts_between(comparison, place, powers, facts)
+    differences = {fact.field: fact for fact in between if fact.is_confounder}
+    blocks = [one for one in comparison.blocks(*place) if powers.keys() <= {*one.order}]
+    speed = None
+    if blocks and not differences:
+        speed = estimate(blocks, powers, confidence=comparison.confidence)
+    return Finding(
+        case=place[0],
+        workers=place[1],
+        differences=tuple(differences.values()),
+        is_finished=place not in missing,
+        speed=speed,
+    )
+
+
+def judged_together(findings: Sequence[Finding]) -> tuple[dict[int, Estimate], float]:
+    """Return the estimates that may be judged, by index, and the error that all decisions on them
+    together may have."""
+    judged = {
+        index: finding.speed
+        for index, finding in enumerate(findings)
+        if finding.is_judged and finding.speed is not None
+    }
+    return judged, 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
+
+
+def holm(p_values: Mapping[int, float], error: float) -> set[int]:
+    """Return which hypotheses Holm's test rejects (Scandinavian Journal of Statistics 6, 1979). It
+    takes them by rising p-value, compares each p-value with the error divided by the number of
+    hypotheses left, and stops at the first that it does not reject."""
+    rejected: set[int] = set()
+    for index in sorted(p_values, key=lambda index: p_values[index]):
+        if p_values[index] > error / (len(p_values) - len(rejected)):
+            break
+        rejected.add(index)
+    return rejected
