@@ -178,6 +178,49 @@ def test_what_cannot_be_read_is_one_line(place, folder, capsys):
     assert f"{folder / place} cannot be read: Is a directory" in unreadable(folder, capsys)
 
 
+def cut_a_line(path: Path) -> None:
+    """Lose the end of a line in the middle, as of a file of which a block was lost."""
+    lines = path.read_text().splitlines()
+    at = len(lines) // 2
+    lines[at] = lines[at][: len(lines[at]) // 2]
+    path.write_text("\n".join(lines))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut in half": lambda path: path.write_text(path.read_text()[: path.stat().st_size // 2]),
+    "a line cut": cut_a_line,
+    "empty": lambda path: path.write_text(""),
+    "bytes": lambda path: path.write_bytes(b'{"\xff": 1}\n'),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+RECORD_FILES = (
+    "plan.json", "block-1/ddp-mpi-2/outcome.json", "block-1/ddp-mpi-2/config.json",
+    "block-1/ddp-mpi-2/environment.json", "block-1/ddp-mpi-2/summary.json",
+    "block-1/ddp-mpi-2/metrics.jsonl", str(BLOCK), str(SIDE / "config.json"),
+    str(SIDE / "environment.json"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", RECORD_FILES)
+def test_each_file_that_is_damaged_is_named_once(file, damage, folder, capsys):
+    """On the terminal and on the page: what the page reads was read before it names damage."""
+    DAMAGES[damage](folder / file)
+    code = report.main([str(folder)])
+    told = capsys.readouterr()
+    lines = [line for line in (told.out + told.err).splitlines() if str(folder / file) in line]
+    assert len(lines) == 1 and (file == "plan.json") == (code == 1)
+    if code == 0:
+        page = (folder / "report.html").read_text()
+        assert page.count(f"unreadable: {folder / file}") == 1
+
+
+def test_the_list_of_a_records_files_is_whole(folder):
+    """But for what no report reads: what a run printed. (What started it is any text.)"""
+    there = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert there - {Path(file).name for file in RECORD_FILES} == {"output.log", "command.txt"}
+
+
 LINES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "cut": lambda lines: [*lines[:-1], lines[-1][:40]],
     "no object": lambda lines: [*lines, b"[1]"],

@@ -18,8 +18,8 @@ from compare.evidence.reading import TimedSummary, contradictions
 from compare.evidence.records import (
     load_comparison,
 )
-from compare.page.findings import Report, notices
-from compare.page.formats import as_page
+from compare.page.findings import Report
+from compare.page.formats import as_markdown, as_page, as_text
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_file import plan_record, write_plan
 from recipe.errors import UserError
@@ -239,17 +239,20 @@ def test_metrics_that_were_cut_or_emptied_make_a_run_unreadable(one_block, damag
     assert message in reason_of(one_block, "ddp-torchrun-1")
 
 
-def test_steps_in_which_a_line_is_damaged_are_left_out_and_named(one_block):
+def test_a_damaged_line_drops_the_learning_curve_and_is_named_everywhere(one_block):
+    """Also where nothing has asked for the curve yet, as on a terminal."""
     path = one_block / "block-1/ddp-torchrun-1/metrics.jsonl"
     lines = path.read_text().splitlines()
     lines[5] = json.dumps({**json.loads(lines[5]), "seconds": -1.0})
     path.write_text("\n".join(lines))
-    comparison = load_comparison(one_block)
-    run = find(comparison, 1, "ddp-torchrun", 1)
-    assert run.is_complete and run.evaluations == []
-    [(_, [line])] = notices(comparison)
+    report = Report(load_comparison(one_block))
+    [(_, [line])] = report.notices
     assert f"unreadable: {path}, line 6: seconds = -1.0: expected `float` >" in line
-    assert as_page([Report(comparison)])
+    assert "no learning curve" in line
+    for text in (as_text([report]), as_markdown([report]), as_page([report])):
+        assert "no learning curve" in text
+    run = find(report.comparison, 1, "ddp-torchrun", 1)
+    assert run.is_complete and run.evaluations == []
 
 
 def test_a_run_in_the_wrong_folder_is_refused(tmp_path):

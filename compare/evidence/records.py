@@ -54,6 +54,9 @@ class RunRecord(Outcome):
     config: Settings = field(init=False, repr=False)  # these three in complete runs only
     environment: Environment = field(init=False, repr=False)
     summary: TimedSummary = field(init=False, repr=False)
+    # Of the trained weights, not of their moving average; none if a line of metrics.jsonl is
+    # damaged.
+    evaluations: list[EvalLine] = field(default_factory=list, repr=False)
 
     @property
     def name(self) -> str:
@@ -72,18 +75,6 @@ class RunRecord(Outcome):
     def is_disturbed(self) -> bool:
         """Return whether other processes kept so many cores busy that its times are doubtful."""
         return (self.other_load or 0.0) > MOST_LOAD * self.environment.cores
-
-    @cached_property
-    def evaluations(self) -> list[EvalLine]:
-        """The evaluations of the trained weights, not of their moving average. They are read on
-        first use, because a long training has many lines. If one is damaged, there are none, and
-        `reason` says why."""
-        try:
-            lines: list[EvalLine] = read_metrics(self.folder / "metrics.jsonl")[EvalLine]
-            return [line for line in lines if line.weights == "model"]
-        except UserError as error:
-            self.reason = str(error)
-            return []
 
 
 @dataclass
@@ -237,9 +228,21 @@ def load_run(comparison: Path, planned: Run) -> RunRecord:
                     for one in contradictions(run.config, run.summary, last)
                 )
             )
+            # Here, although only plots show them: all that is damaged must be known before the
+            # report says what is.
+            read_evaluations(run)
     except (UserError, OSError) as error:
         return RunRecord(**place, status="unreadable", reason=str(error))
     return run
+
+
+def read_evaluations(run: RunRecord) -> None:
+    """Read the run's evaluations. A damaged line costs only its learning curve."""
+    try:
+        lines: list[EvalLine] = read_metrics(run.folder / "metrics.jsonl")[EvalLine]
+        run.evaluations = [line for line in lines if line.weights == "model"]
+    except UserError as error:
+        run.reason = str(error)
 
 
 def place_of(planned: Run, folder: Path) -> dict[str, Any]:
