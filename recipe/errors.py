@@ -93,6 +93,10 @@ class UserError(ValueError):
         super().__init__(re.sub(rf"(?![\n\t])[{CONTROL}]", "?", message))
 
 
+class BadImage(UserError):
+    """An image cannot be read or decoded: --bad-images replace puts another one in its place."""
+
+
 def refuse(*mistakes: tuple[object, str]) -> None:
     """Raise UserError if any of these mistakes was made, with a line for each that was. A mistake
     is a pair: whether it was made, and its message."""
@@ -101,14 +105,18 @@ def refuse(*mistakes: tuple[object, str]) -> None:
 
 
 @contextmanager
-def system_errors(path: str | Path, failure: str, remedy: str) -> Iterator[None]:
-    """Turn an OSError about `path`, or about something in it, into a UserError. `failure` says what
-    is wrong ("cannot be read"), and `remedy` what to do."""
+def system_errors(
+    path: str | Path, failure: str, remedy: str, kind: type[UserError] = UserError
+) -> Iterator[None]:
+    """Turn an OSError about `path`, or about something in it, into an error of this `kind`.
+    `failure` says what is wrong ("cannot be read"), and `remedy` what to do. UserError for what is
+    no fault of `path`: this process may not open more files, or memory ran out."""
     try:
         yield
     except OSError as error:
-        raise UserError(
-            (error.errno == errno.EMFILE and limit_reached(error))
+        is_limit = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+        raise (UserError if is_limit else kind)(
+            (is_limit and limit_reached(error))
             or f"{os.fsdecode(error.filename or path)}: {failure} ({error.strerror or error}). "
             f"{remedy}"
         ) from error
@@ -122,7 +130,8 @@ def near_match(name: str, known: Collection[str]) -> str:
 
 def sentence(error: UserError) -> str:
     """Return the message of `error`, without the traceback that a DataLoader worker wraps it in."""
-    return str(error).rpartition(f"{UserError.__module__}.{UserError.__qualname__}: ")[2].strip()
+    kind = type(error)
+    return str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].strip()
 
 
 def is_lost_peer(error: BaseException) -> bool:

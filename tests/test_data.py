@@ -1,5 +1,6 @@
 """From folders to batches on the device."""
 
+import builtins
 import contextlib
 import errno
 import itertools
@@ -19,6 +20,7 @@ from unittest.mock import DEFAULT, MagicMock, Mock, call
 import numpy as np
 import psutil
 import pytest
+import simplejpeg
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -54,7 +56,8 @@ from recipe.data.batches import (
 from recipe.data.decoding import decode
 from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform
-from recipe.errors import UserError
+from recipe.data.prepare import fault_of
+from recipe.errors import BadImage, UserError, sentence
 from recipe.ranks import Ranks
 from recipe.record.meter import StepMeter
 from recipe.settings.config import Config
@@ -505,15 +508,14 @@ def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> 
         list(training_batches(data, strict, a_world(), CPU, 0, 0, 9))
 
 
-@pytest.mark.parametrize("where", ["decode", "resize"])
-@pytest.mark.parametrize("error", [MemoryError(), Image.DecompressionBombError("bomb")])
+@pytest.mark.parametrize("error", [KeyError(), Image.DecompressionBombError("bomb")])
 def test_whatever_an_image_raises_names_it_or_replaces_it(
-    colored: Config, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+    colored: Config, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In training; in validation none is replaced."""
-    owner, name = (Image, "open") if where == "decode" else (images_module, "resize")
+    owner, name = Image, "open"
     works, data, meter = getattr(owner, name), open_data(colored), InputMeter()
-    message = rf"\.png: cannot be read as an image \({str(error) or 'MemoryError'}"
+    message = rf"\.png: cannot be read as an image \({str(error) or 'KeyError'}"
     strict = replace(colored, bad_images="error")
     for batches in (
         training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter),
@@ -529,6 +531,56 @@ def test_whatever_an_image_raises_names_it_or_replaces_it(
             list(batches)
     ((_, reason),) = meter.replaced.items()
     assert re.search(message, reason)
+
+
+LIMIT = "Insufficient memory (case 4)"  # libjpeg-turbo's words
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "raised"),
+    [
+        (Image, "open", MemoryError(), MemoryError),
+        (Image, "open", AssertionError(), AssertionError),
+        (Image, "open", OSError(errno.EMFILE, "Too many open files"), OSError),
+        (Image, "open", KeyboardInterrupt(), KeyboardInterrupt),
+        (simplejpeg, "decode_jpeg", ValueError(LIMIT), ValueError),
+        (images_module, "resize", MemoryError(), MemoryError),
+        (images_module, "resize", RuntimeError("a bug of ours"), RuntimeError),
+        (TrainTransform, "draw", ValueError("a bug of ours"), ValueError),
+        (Listing, "read", UserError("a bug of ours"), UserError),
+        (builtins, "open", OSError(errno.EMFILE, "Too many open files"), UserError),
+        (builtins, "open", OSError(errno.ENOMEM, "Cannot allocate memory"), UserError),
+    ],
+)
+def test_what_is_no_fault_of_an_image_replaces_none(
+    owner: Any, name: str, error: BaseException, raised: type[BaseException], colored: Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It ends the run, as it is; a check does not list the image either."""
+    data, meter = open_data(colored), InputMeter()
+    assert data.train is not None
+    if owner is simplejpeg:
+        Path(data.train.name(4)).write_bytes(noisy_jpeg())
+    monkeypatch.setattr(owner, name, Mock(side_effect=error))
+    with pytest.raises(raised) as caught:
+        list(training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter))
+    assert not isinstance(caught.value, BadImage) and not meter.replaced
+    if owner is not images_module and owner is not TrainTransform:
+        with pytest.raises(raised) as caught:
+            fault_of(data.train, 4)
+        assert not isinstance(caught.value, BadImage)
+
+
+def test_a_file_that_is_gone_or_forbidden_is_replaced(colored: Config) -> None:
+    data, meter = open_data(colored), InputMeter()
+    assert data.train is not None
+    Path(data.train.name(4)).unlink()
+    assert list(training_batches(data, colored, a_world(), CPU, 1, 0, 9, meter))
+    assert re.search(r"cannot be read \(No such file", meter.replaced[4])
+    strict = replace(colored, bad_images="error")
+    with pytest.raises(BadImage) as caught:  # in a loader worker: one sentence
+        list(training_batches(data, strict, a_world(), CPU, 1, 0, 9))
+    assert re.match(rf"{data.train.name(4)}: cannot be read \(No such file", sentence(caught.value))
 
 
 def test_where_no_good_image_is_found_training_ends(colored: Config) -> None:

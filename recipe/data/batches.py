@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from recipe import watch
 from recipe.command import UNREAD_S, prepare_output
-from recipe.data.decoding import SuspectImages, named, suspect
+from recipe.data.decoding import SuspectImages, suspect
 from recipe.data.digits import open_digits
 from recipe.data.image_folder import Listing, check_train_and_val
 from recipe.data.images import (
@@ -36,7 +36,7 @@ from recipe.data.images import (
 )
 from recipe.data.shards import Shards, open_images
 from recipe.device import keep_freed_memory
-from recipe.errors import UserError, refuse
+from recipe.errors import BadImage, UserError, refuse
 from recipe.settings.config import Config
 from recipe.world import World
 
@@ -258,7 +258,7 @@ class Images(Dataset):
                 try:
                     file_bytes, left_over = self._read(number, index, out)
                     break
-                except UserError as error:
+                except BadImage as error:
                     if not self.replaces:
                         raise
                     replaced[index] = message = str(error)
@@ -276,8 +276,7 @@ class Images(Dataset):
         """Read image `index` in pass `number` into `out`; return the size of its file and the
         number of bytes left over."""
         content, name = self.listing.read(index), self.listing.name(index)
-        with named(name, content):
-            left_over = self.transform(content, name, (self.seed, number, index), out)
+        left_over = self.transform(content, name, (self.seed, number, index), out)
         if left_over and self.replaces:
             raise suspect(name, left_over)
         return len(content), left_over

@@ -14,7 +14,7 @@ import simplejpeg
 from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from recipe.data.image_folder import Listing
-from recipe.errors import UserError
+from recipe.errors import BadImage
 
 # One image in this many may be suspect: ImageNet, too, has some with bytes left over.
 ONE_IN = 10_000
@@ -46,49 +46,59 @@ def decode(content: bytes, name: str, rows: int = MAX_PIXELS) -> tuple[np.ndarra
     in the published ImageNet results. A JPEG's colours are upsampled without a filter, as DALI does
     on GPUs by default.
 
-    UserError, which names the file by `name`, for a file that is no image, has more than MAX_PIXELS
+    BadImage, which names the file by `name`, for a file that is no image, has more than MAX_PIXELS
     or a ratio of sides above MAX_RATIO, is truncated, has floating-point, 32-bit or signed grey
     levels, or is a JPEG with damaged data, which Pillow would silently fill with grey.
     """
-    with named(name, content):
+    with bad_images_named(name, content):
         size = _jpeg_size(content)
         return _decode_jpeg(content, *size, rows) if size else (_decode_by_pillow(content), 0)
 
 
-def suspect(name: str, left_over: int, note: str = "") -> UserError:
+def suspect(name: str, left_over: int, note: str = "") -> BadImage:
     """Return the error for an image that has `left_over` bytes more than its pixels need."""
-    return UserError(
+    return BadImage(
         f"{name}: {left_over:,} bytes more than its pixels need, as most damage leaves a JPEG file"
         f"{note}. Replace the file by a good copy, save it again if it looks right, or remove it."
     )
 
 
 def image_size(content: bytes, name: str) -> tuple[int, int]:
-    """Return height and width of an image in pixels, from its header; UserError as in `decode`."""
-    with named(name, content):
+    """Return height and width of an image in pixels, from its header; BadImage as in `decode`."""
+    with bad_images_named(name, content):
         return _jpeg_size(content) or _open_by_pillow(content).size[::-1]
 
 
 @contextmanager
-def named(name: str, content: bytes) -> Iterator[None]:
-    """Turn any exception from a decoder or transform into a UserError about the file `name`."""
+def bad_images_named(name: str, content: bytes) -> Iterator[None]:
+    """Turn a decoder's exception about `content` into a BadImage about the file `name`. Others,
+    such as a lack of memory, are no fault of the image."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:  # Pillow's plugins let any error of their parsers through
-        # Pillow's message about an unknown format names an object by its address, and Python's
-        # MemoryError has no message.
+        if is_no_fault_of_the_image(error):
+            raise
+        # Pillow's message about an unknown format names an object by its address.
         reason = (
             "of no known format"
             if isinstance(error, UnidentifiedImageError)
             else str(error) or type(error).__name__
         )
         # The first bytes show if the file is a web page, or a pointer of git-lfs.
-        raise UserError(
+        raise BadImage(
             f"{name}: cannot be read as an image ({reason}). It has {len(content):,} bytes and "
             f"begins with {content[:24]!r}. Replace the file by a good copy, or remove it."
         ) from error
+
+
+def is_no_fault_of_the_image(error: Exception) -> bool:
+    """Return whether an exception in decoding has another cause than the image's bytes: memory ran
+    out (which libjpeg-turbo says in words), the system refuses something, or a program is wrong."""
+    return (
+        isinstance(error, (MemoryError, AssertionError, NameError, ImportError))
+        or (isinstance(error, OSError) and error.errno is not None)  # Pillow's own have no number
+        or "nsufficient memory" in str(error)
+    )
 
 
 def _jpeg_size(content: bytes) -> tuple[int, int] | None:

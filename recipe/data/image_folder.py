@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
-from recipe.errors import UserError, refuse, system_errors
+from recipe.errors import BadImage, UserError, refuse, system_errors
 from recipe.files import read_proc, whole_file
 
 # Raise this when listings change, or the way they are stored.
@@ -101,7 +101,7 @@ class Listing:
         return os.path.join(self.root, os.fsdecode(self.paths[index]))
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image `index`. UserError if its file cannot be read."""
+        """Return the encoded bytes of image `index`. BadImage if its file cannot be read."""
         path = self.name(index)
 
         def read() -> bytes:
@@ -442,8 +442,8 @@ def missing_folder(root: Path) -> str:
 
 def read_patiently(path: str, read: Callable[[], bytes]) -> bytes:
     """Return what `read` returns, which reads the file at `path`. After an error that may pass, try
-    again, four times within nine seconds. UserError about any other error, and about the last."""
-    with system_errors(path, *UNREADABLE):
+    again, four times within nine seconds. BadImage about any other error, and about the last."""
+    with system_errors(path, *UNREADABLE, BadImage):
         for pause_s in PAUSES_S:
             try:
                 return read()

@@ -113,7 +113,7 @@ class TrainTransform:
 
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
         """Decode an image file's `content`, augment it, and write it to `out` (uint8 [3, size,
-        size], channels-last). Return how many bytes were left over; UserError as in `decode`."""
+        size], channels-last). Return how many bytes were left over; BadImage as in `decode`."""
         height, width = image_size(content, name)
         drawn = self.draw(height, width, key)
         rows = height if self._looks_for_damage(key[1]) else drawn.top + drawn.height

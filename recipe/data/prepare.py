@@ -46,7 +46,7 @@ from recipe.data.image_folder import (
     read_arrays,
 )
 from recipe.data.shards import INDEX, INDEX_VERSION, Shards, open_images, open_shards
-from recipe.errors import UserError, refuse, system_errors
+from recipe.errors import BadImage, UserError, refuse, system_errors
 from recipe.files import whole_file, write_json
 from recipe.settings.config import home_path
 from recipe.settings.flags import DataFlags
@@ -325,7 +325,7 @@ def fault_of(listing: Listing, index: int) -> tuple[str, str, str] | None:
     name = listing.name(index)
     try:
         _, left_over = decode(listing.read(index), name)
-    except UserError as error:
+    except BadImage as error:
         return "bad", name, str(error)
     return ("suspect", name, str(suspect(name, left_over))) if left_over else None
 
