@@ -111,7 +111,7 @@ class Listing:
             except (FileNotFoundError, NotADirectoryError) as error:
                 if self.cache is None:
                     raise
-                raise UserError(
+                raise BadImage(
                     f"{path}: cannot be read ({error.strerror}), but it is in the listing of "
                     f"{self.root} that is cached in {self.cache}. Restore it, or start again; if "
                     "it is still missed then, remove that cache."
