@@ -3,7 +3,8 @@
 torchrun's agent restarts all ranks when one has ended, and each must load torch again. Here the
 process that the agent starts is only a watcher: it forks the process that trains
 (recipe/nursery.py). After a loss all watchers fork a new one. They agree on the generation of ranks
-through the agents' store; the agents do not notice.
+through the agent's store; the agent does not notice. On several hosts there are no watchers: an
+agent replaces what is lost with a host, watchers would not.
 
 If a rank ends in another way, by an error or a signal, its watcher ends too, and the agent decides.
 """
@@ -20,13 +21,15 @@ from recipe.watch import nearest_launcher, own_world
 
 
 def supervise() -> None:
-    """Under `torchrun --max-restarts` with --resume auto, watch a process that trains, and end with
-    it. Return in the process that trains, and in all other cases."""
+    """Under `torchrun --max-restarts` with --resume auto, on one host, watch a process that trains,
+    and end with it. Return in the process that trains, and in all other cases."""
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not most or not has_store or OWN_RANK in os.environ:
         return
     world = own_world()
+    if world.local_size < world.size:
+        return
     config = parse_args("ddp", world)  # reports errors at once
     if config.resume != "auto" or config.name is None:
         return
@@ -54,7 +57,8 @@ def supervise() -> None:
                 store.set(_end_of(generation), "")
                 if is_lost and generation == most:  # else the agent would allow as many restarts
                     nearest_launcher(world).terminate()
-            leave_like(nursery.end(math.inf))
+            nursery.wait(math.inf)
+            leave_like(nursery.end())
 
 
 def _end_of(generation: int) -> str:

@@ -17,7 +17,7 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
 from recipe.errors import EXIT_SAVED, UserError, fail, one_message
-from recipe.nursery import NOTICE_S, Nursery, look_s
+from recipe.nursery import Nursery, look_s
 from recipe.settings.config import parse_args
 from recipe.watch import own_world
 
@@ -77,14 +77,18 @@ def _watch_over(nursery: Nursery, changed: threading.Event) -> int | None:
             changed.clear()
             _say(HOSTS)
             os.kill(nursery.rank, signal.SIGUSR1)
-    exit_code, word = nursery.end(0 if word == OVER else NOTICE_S), _hear()
-    if word != OVER and nursery.is_lost(exit_code):
+    exit_code, word = nursery.end(0 if word == OVER else None), _hear()
+    on_one_host = os.environ["HOROVOD_LOCAL_SIZE"] == os.environ["HOROVOD_SIZE"]
+    if word != OVER and nursery.is_lost(exit_code, on_one_host):
         _say(AGAIN)
         return None
     if not word and exit_code not in (0, EXIT_SAVED):  # it has reported an error
         time.sleep(ANOTHER_S)
         word = _hear() or OVER
         _say(word)
+        if word == OVER and exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            print(f"rank {os.environ['HOROVOD_RANK']} was killed by {name}", file=sys.stderr)
     if word == OVER:
         return max(1, exit_code)
     return exit_code if exit_code == 0 or not word else None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recipe.files import remove_partial_files
+from recipe.marks import marks
 from recipe.world import FINISH_S, LAUNCHERS, World
 
 # Ranks other than 0 delay their message, so that an error of all ranks is printed once: rank 0
@@ -27,8 +28,9 @@ from recipe.world import FINISH_S, LAUNCHERS, World
 # rank 3 has is printed 4 s late.
 OTHER_RANK_DELAY_S = 4.0
 # A rank that lost its peer waits, so that the rank that failed prints first. It prints its own
-# error only if nothing has ended it by then.
+# error only if nothing has ended it by then: no launcher, and no watcher of a rank that was lost.
 LOST_PEER_DELAY_S = 15.0
+ASKED_POLL_S = 0.02
 LATE_RANK_0_S = 1.0
 REMOVAL_S = 0.2  # to remove partially written files
 # Checkpoints that a thread of this process is writing: `leave` waits for them.
@@ -37,7 +39,7 @@ WRITES: list[Future[None]] = []
 # another rank end.
 FAILING = threading.Event()
 # An environment variable: set for a rank whose watcher (recipe/nursery.py) replaces it when another
-# rank is lost. Such a rank prints nothing about the loss.
+# rank is lost.
 OWN_RANK = "TRAINED_UNDER_WATCH"
 keep_state: Callable[[], object] | None = None  # if set, such a rank calls this after a loss
 # A signal asked the run to end, and it has saved a checkpoint: EX_TEMPFAIL of sysexits.h, after
@@ -97,6 +99,10 @@ class BadImage(UserError):
     """An image cannot be read or decoded: --bad-images replace puts another one in its place."""
 
 
+class LostPeer(Exception):
+    """This rank's watcher asks it to end, since another rank was lost."""
+
+
 def refuse(*mistakes: tuple[object, str]) -> None:
     """Raise UserError if any of these mistakes was made, with a line for each that was. A mistake
     is a pair: whether it was made, and its message."""
@@ -136,7 +142,7 @@ def sentence(error: UserError) -> str:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether another rank's end has caused `error`, rather than this rank itself."""
-    return type(error).__name__ == "HorovodInternalError" or (
+    return type(error).__name__ in ("HorovodInternalError", "LostPeer") or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER_SIGNS)
     )
 
@@ -161,12 +167,12 @@ def fail(
     FAILING.set()
     if world.rank != 0:
         # Also without a message: else the launcher would end rank 0 before it has printed its own.
-        time.sleep(0 if last else OTHER_RANK_DELAY_S)
+        _wait(0 if last else OTHER_RANK_DELAY_S)
         message = message and f"[rank {world.rank} on {world.host}] {message}"
     if message:
         lock = world.size == 1 or _acquire_speaker_lock()
         if not lock:
-            time.sleep(LOST_PEER_DELAY_S)  # another rank prints; the launcher ends this one
+            _wait(LOST_PEER_DELAY_S)  # another rank prints; the launcher ends this one
         else:
             print(message, file=sys.stderr, flush=True)
             _tell_torchrun(message)
@@ -175,6 +181,15 @@ def fail(
     if last:
         last()
     leave(exit_code)
+
+
+def _wait(seconds: float) -> None:
+    """Wait, or end this process when its watcher asks for it: another rank was lost, and that is
+    no error to print."""
+    for _ in range(round(seconds / ASKED_POLL_S)):
+        if marks.is_asked:
+            leave(EXIT_LOST_PEER)
+        time.sleep(ASKED_POLL_S)
 
 
 def _tell_torchrun(message: str) -> None:
@@ -241,11 +256,11 @@ def one_message(world: World) -> Iterator[None]:
         else:
             reason = limit_reached(error)
         is_lost = not reason and is_lost_peer(error)
-        if is_lost and OWN_RANK in os.environ:
+        if is_lost:
+            marks.is_leaving = True
             with suppress(Exception):  # if it fails, the last checkpoint counts
                 if keep_state:
                     keep_state()
-            leave(EXIT_LOST_PEER)
-        time.sleep(LOST_PEER_DELAY_S if is_lost else 0)
+            _wait(LOST_PEER_DELAY_S)
         message = f"error: {reason}" if reason else traceback.format_exc()
         fail(world, message, EXIT_LOST_PEER if is_lost else 1)

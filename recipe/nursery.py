@@ -18,13 +18,19 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import NoReturn
 
+from recipe import marks as shared
 from recipe.errors import EXIT_LOST_PEER, OWN_RANK
+from recipe.marks import marks
 from recipe.watch import SIGNALS
+from recipe.world import FINISH_S
 
 GENERATION = "TRAINING_GENERATION"  # counts the starts of all ranks, from 0
 POLL_S = 0.02
 ENDED_S = 0.5  # the system may still count a thread for a moment after its end
-NOTICE_S = 5.0  # after another rank's loss, a rank's time to keep its state and end
+# After another rank's loss, a rank's time to keep its state and end, beside that of two batches.
+NOTICE_S = 5.0
+SOON_S = 0.1  # to the next poll for lost ranks when a rank has seen what looks like a loss
+MOST_STARTS = 3  # of ranks that are killed one after the other before they have made a step
 # The least time between a watcher's polls for lost ranks; the most polls a second, of all watchers.
 LOOK_S, LOOKS_PER_SECOND = 0.5, 100
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -47,7 +53,8 @@ class Nursery:
             del os.environ[name]
         gc.freeze()  # else a collection in a rank copies the memory of all imported modules
         resource_tracker.ensure_running()  # removes what loader workers leave, and outlives a rank
-        self.rank, self.asked = 0, False  # the rank's process; whether it was asked to end
+        self.rank, self.asked = 0, False  # the rank's process; whether a signal asked it to end
+        self.starts = 0  # since a rank made a step
         self.exit_code: int | None = None
 
     def start(self) -> bool:
@@ -61,6 +68,8 @@ class Nursery:
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         parent = os.getpid()
+        self.starts = 1 if marks.has_made_step else self.starts + 1
+        marks.clear()
         self.rank, self.exit_code = os.fork(), None
         if self.rank == 0:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -72,6 +81,8 @@ class Nursery:
             signal.signal(number, signal.SIG_DFL if self.rank == 0 else self._pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         if self.rank == 0 and not is_bare:
+            os.set_inheritable(shared.file, True)
+            os.environ[shared.FILE] = str(shared.file)
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         return self.rank == 0
 
@@ -81,31 +92,53 @@ class Nursery:
             os.kill(self.rank, number)
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the rank's end, at most `seconds`. Return its exit code, negative for a signal,
-        or None if it still runs."""
-        until = time.monotonic() + seconds
+        """Wait for the rank's end, at most `seconds`, or until it has just seen what looks like
+        another rank's loss. Return its exit code, negative for a signal, or None if it still
+        runs."""
+        until, was_leaving = time.monotonic() + seconds, marks.is_leaving
         while self.exit_code is None and time.monotonic() < until:
             pid, status = os.waitpid(self.rank, os.WNOHANG)
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
+            elif marks.is_leaving and not was_leaving:
+                until, was_leaving = min(until, time.monotonic() + SOON_S), True
             else:
                 time.sleep(POLL_S)
         return self.exit_code
 
-    def end(self, notice_s: float = NOTICE_S) -> int:
-        """Wait `notice_s` seconds for the rank to end by itself; then kill it, and any loader
-        workers that it left. Return its exit code."""
-        self.wait(notice_s)
+    def end(self, notice_s: float | None = None) -> int:
+        """Ask the rank to end, and wait while it writes, or is about to end by itself; at most for
+        the time that any rank has for that. Give another one `notice_s` seconds: by default
+        NOTICE_S and the time of two batches. Then kill it, and any loader workers that it left.
+        Return its exit code."""
+        marks.is_asked = self.exit_code is None
+        if notice_s is None:
+            notice_s = NOTICE_S + 2 * marks.batch_s
+        until, latest = time.monotonic() + notice_s, time.monotonic() + notice_s + FINISH_S
+        while self.wait(POLL_S) is None:
+            is_busy = marks.is_writing or marks.is_leaving or marks.is_complete
+            if time.monotonic() >= (latest if is_busy else until):
+                break
         with suppress(ProcessLookupError):
             os.killpg(self.rank, signal.SIGKILL)
         exit_code = self.wait(math.inf)
         assert exit_code is not None
         return exit_code
 
-    def is_lost(self, exit_code: int) -> bool:
-        """Return whether a rank with this exit code was lost and is to be restarted: nothing asked
-        it to end, and it had no error of its own."""
-        return not self.asked and (exit_code < 0 or exit_code == EXIT_LOST_PEER)
+    def is_lost(self, exit_code: int, on_one_host: bool = True) -> bool:
+        """Return whether a rank with this exit code was lost and is to be restarted: no signal
+        asked it to end, and it had no error of its own.
+
+        As long as it has made no step, what looks like another rank's loss is an error of its own,
+        since on one host that rank's watcher would tell of it; and what kills a rank may kill the
+        next one, so there are only MOST_STARTS.
+        """
+        if self.asked or marks.is_complete:
+            return False
+        if marks.is_asked or marks.has_made_step:
+            return exit_code < 0 or exit_code == EXIT_LOST_PEER
+        is_sure = exit_code < 0 or (exit_code == EXIT_LOST_PEER and not on_one_host)
+        return is_sure and self.starts < MOST_STARTS
 
 
 def look_s(ranks: int) -> float:

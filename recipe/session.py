@@ -27,6 +27,7 @@ from recipe.data.batches import (
 )
 from recipe.device import loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, refuse
+from recipe.marks import marks
 from recipe.meeting import own_addresses
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
@@ -110,7 +111,9 @@ class Session:
         self.folder = open_run_folder(config, ranks, self.engine)
         can_keep = self.device.type == "cpu" and not config.use_adasum
         self.spare = Spare(parts.model, nursery.files) if can_keep and nursery.files else None
-        self.progress = resume(parts, config, ranks, data, self.folder, self.spare)
+        self.progress, was_kept = resume(parts, config, ranks, data, self.folder, self.spare)
+        if was_kept:  # the last checkpoint may be old, or was lost before it was on disk
+            self.keep_checkpoint(parts.whole())
         is_first, known = self.world.is_first, (-1.0, False)
         known = repair_best(config, self.folder, self.progress) if is_first else known
         # On the device, so that NCCL starts before the first step: a single worker of DDP sends
@@ -250,6 +253,7 @@ class Session:
         self.epoch = progress.samples_seen // num_train
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
         watch.begin("")
+        marks.has_made_step = True
         if self.spare:
             self.spare.forget()
         progress.end_step(step_samples, self.meter.total_seconds, skipped_steps)
@@ -389,9 +393,11 @@ class Session:
         if self.stopped:
             # All ranks together: a launcher that sees one rank end like this may kill the others.
             asked_by_file = self.ranks.sum(torch.tensor([int(self.recorder.stop() or 0)]))
+            marks.is_complete = True
             return 0 if asked_by_file.item() else EXIT_SAVED
         usage = measure_usage(self.meter, self.world, model, self.device)
         used = convert(self.ranks.gather(asdict(usage)), list[Usage])
+        marks.is_complete = True
         summary = summarize(self.environment, self.work, self.meter, self.figures, used, model)
         if self.readers.size == self.world.size and (slow := straggler(summary.ranks)):
             self.recorder.say(slow)

@@ -25,8 +25,18 @@ from typing import NoReturn
 import psutil
 
 from recipe.command import UNREAD_S, prepare_output
-from recipe.errors import EXIT_LOST_PEER, FAILING, RESUME_HINT, fail, job_on_host, leave, refuse
+from recipe.errors import (
+    EXIT_LOST_PEER,
+    FAILING,
+    RESUME_HINT,
+    LostPeer,
+    fail,
+    job_on_host,
+    leave,
+    refuse,
+)
 from recipe.files import read_proc
+from recipe.marks import marks
 from recipe.world import FINISH_S, LAUNCHERS, World, read_worlds
 
 POLL_S = 1.0
@@ -68,8 +78,16 @@ def begin(task: str) -> None:
 
 def heartbeat() -> None:
     """Tell the watch that this rank is alive. The first call, when all ranks have met, starts the
-    watch's clock."""
+    watch's clock. LostPeer if this rank is to end: a batch begins, so its state is whole."""
+    if marks.is_asked:
+        raise LostPeer
+    _give_sign()
+
+
+def _give_sign() -> None:
     _signs_of_life.append(time.monotonic())
+    batches_s = (after - before for before, after in pairwise(_signs_of_life))
+    marks.batch_s = max(batches_s, default=marks.batch_s)
 
 
 def obey_signals() -> None:
@@ -89,13 +107,13 @@ def expect_delay() -> None:
     """Tell the watch that an irregular task begins, such as an evaluation or a rollback, here or on
     a rank that this one will wait for."""
     _signs_of_life.clear()
-    heartbeat()
+    _give_sign()
 
 
 def expect_pause() -> None:
     """Tell the watch that only the next batch may be late: a slow disk may take a checkpoint."""
     global _paused_at
-    heartbeat()
+    _give_sign()
     _paused_at = time.monotonic()
 
 

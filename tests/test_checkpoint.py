@@ -519,7 +519,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
         with pytest.raises(UserError, match="is damaged"):
             find_checkpoint(config, tmp_path)
     try:
-        progress = resume(parts, config, Ranks(a_world()), DATA, tmp_path / "run")
+        progress, _ = resume(parts, config, Ranks(a_world()), DATA, tmp_path / "run")
         assert progress == PROGRESS and everything(parts) == everything(trainables())
     except UserError as error:
         assert "\n" not in str(error)
@@ -580,11 +580,11 @@ def test_all_ranks_get_rank_0_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_resume(tmp_path: Path) -> None:
     for config in (CONFIG, AUTO):
-        assert resume(trainables(), config, Ranks(a_world()), DATA, tmp_path) == Progress()
+        assert resume(trainables(), config, Ranks(a_world()), DATA, tmp_path) == (Progress(), False)
     keep(tmp_path, 10, 33.0, Progress())
     file = str(step_path(tmp_path / "checkpoints", 10))
     for config in (AUTO, replace(CONFIG, resume=file)):
-        progress = resume(trainables(), config, Ranks(a_world()), DATA, tmp_path)
+        progress, _ = resume(trainables(), config, Ranks(a_world()), DATA, tmp_path)
         assert progress == Progress(10, 40)
     with pytest.raises(UserError, match=r"--resume /nowhere.pt: /nowhere.pt cannot be read \(No "):
         resume(trainables(), replace(AUTO, resume="/nowhere.pt"), Ranks(a_world()), DATA, tmp_path)

@@ -8,6 +8,8 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,13 @@ from launching import (
     wait_until,
     words_of,
 )
+from making import a_config, a_world
 from torch import nn
 
+from ddp_train import elastic
 from horovod_train.announcements import Announcements
+from recipe.errors import OWN_RANK
+from recipe.record.checkpoint import step_path
 from recipe.record.spare import Spare
 
 
@@ -217,6 +223,8 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
     assert finished.returncode != 0
     assert finished.output.count("resuming after step") == 2, finished.output
     assert finished.output.count("warning: --num-groups has no effect") == 1  # by the watcher alone
+    # The ranks' memory was all there was of it.
+    assert step_path(folder / "checkpoints", resumed_at(folder)[0]).exists()
     assert read_json(folder / "config.json")["knob_variables"] == {"NCCL_ALGO": "Ring"}
 
 
@@ -247,33 +255,88 @@ def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:
 # A nursery in a process of its own, with a rank for each way in which one starts and ends.
 NURSERY = """
 import os, signal, sys, threading, time
+from recipe import nursery as module
 from recipe.errors import OWN_RANK
-from recipe.nursery import Nursery
+from recipe.marks import marks
 if OWN_RANK in os.environ:  # a new interpreter, not a fork
-    sys.exit(7)
-nursery, codes = Nursery("recipe.ranks"), []
-for how in ("exit", "kill", "lost", "hang", "thread that ends", "exec"):
-    os.environ["HOW"] = how
+    marks.has_made_step = True
+    sys.exit(76)
+module.NOTICE_S, BUSY = 0.5, ("batch", "write")
+nursery, codes = module.Nursery("recipe.ranks"), []
+def train(how):
+    marks.has_made_step = "step" in how
+    marks.is_complete = "complete" in how
+    if "kill" in how:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "hang" in how:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how in BUSY:
+        marks.is_writing = how == "write"
+        marks.batch_s = 2.0
+        while not marks.is_asked:
+            time.sleep(0.01)
+        time.sleep(6 if how == "write" else 2)
+    sys.exit(3 if how == "exit" else 76)
+for how in sys.argv[1:]:
     if how == "thread that ends":  # it is waited for
         threading.Thread(target=time.sleep, args=(0.1,)).start()
     if how == "exec":  # with a second thread, or CUDA, it is a new interpreter
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     if nursery.start():
         assert len(os.listdir("/proc/self/task")) == 1 and os.getsid(0) == os.getpid()
-        if how in ("kill", "hang"):
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        sys.exit(3 if how == "exit" else 76)
-    code = nursery.end(1.0 if how == "hang" else 60.0)
+        train(how)
+    nursery.wait(0.1 if how == "hang" or how in BUSY else 60.0)
+    while how in BUSY and not marks.batch_s:
+        time.sleep(0.01)
+    code = nursery.end()
     codes.append((code, nursery.is_lost(code)))
 print(codes)
 """
+KILLED = int(-signal.SIGKILL)
+LOST = KILLED, True
+ENDS = [
+    ("exit", (3, False)),
+    ("kill", LOST),
+    ("kill after a step", LOST),
+    # Of itself, as long as no other rank's watcher tells of a loss.
+    ("seems lost", (76, False)),
+    ("lost after a step", (76, True)),
+    # What kills it before its first step may kill it again and again.
+    ("kill", LOST),
+    ("kill", LOST),
+    ("kill", (KILLED, False)),
+    ("kill after a step", LOST),
+    # Nothing waits for it any more.
+    ("kill after a step, complete", (KILLED, False)),
+    ("hang", LOST),
+    # These take longer than the notice, but are not killed.
+    ("batch", (76, True)),
+    ("write", (76, True)),
+    ("thread that ends", (76, False)),
+    ("exec", (76, True)),
+]
 
 
 def test_a_nursery_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
     (tmp_path / "nursery.py").write_text(NURSERY)
     told = subprocess.run(
-        [sys.executable, tmp_path / "nursery.py"], capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, tmp_path / "nursery.py", *(how for how, _ in ENDS)],
+        capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    expected = [(3, False), (-9, True), (76, True), (-9, True), (76, True), (7, False)]
-    assert told.stdout == f"{expected}\n", told
+    assert told.stdout == f"{[end for _, end in ENDS]}\n", told
+
+
+def test_no_watcher_replaces_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may be lost, and its watchers with it."""
+    started: list[str] = []
+    monkeypatch.delenv(OWN_RANK, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(elastic, "parse_args", lambda *_: a_config(resume="auto", name="run"))
+    monkeypatch.setattr(elastic, "Nursery", lambda *_: started.append("a nursery") or sys.exit())
+    for local_size, expected in ((1, []), (2, ["a nursery"])):
+        world = replace(a_world(0, 2), local_size=local_size)
+        monkeypatch.setattr(elastic, "own_world", lambda world=world: world)
+        with suppress(SystemExit):
+            elastic.supervise()
+        assert started == expected

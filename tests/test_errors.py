@@ -16,7 +16,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from recipe import errors, watch
 from recipe.data.batches import open_data, validation_batches
-from recipe.errors import EXIT_LOST_PEER, UserError, fail, is_lost_peer, one_message, sentence
+from recipe.errors import (
+    EXIT_LOST_PEER,
+    LostPeer,
+    UserError,
+    fail,
+    is_lost_peer,
+    one_message,
+    sentence,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +87,7 @@ def test_rank_0_speaks_at_once_and_others_wait_and_say_who_they_are(
 ) -> None:
     assert code_of(lambda: fail(a_world(rank, size, host="node7"), message, code)) == code
     assert capsys.readouterr() == ("", said)
-    waited = any(sleeps), errors.OTHER_RANK_DELAY_S in sleeps
-    assert waited == (rank > 0, rank > 0)
+    assert (sum(sleeps) >= errors.OTHER_RANK_DELAY_S) == any(sleeps) == (rank > 0)
 
 
 def test_torchrun_repeats_the_message_as_its_last_words(
@@ -202,7 +209,24 @@ class HorovodInternalError(RuntimeError):
 def test_lost_peer(error: Exception, lost: bool, sleeps: list[float]) -> None:
     assert is_lost_peer(error) == lost
     assert code_of(raising(error)) == (EXIT_LOST_PEER if lost else 1)
-    assert (errors.LOST_PEER_DELAY_S in sleeps) == lost  # the rank that failed speaks first
+    assert (
+        round(sum(sleeps)) == lost * errors.LOST_PEER_DELAY_S
+    )  # the rank that failed speaks first
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ncclSystemError: no space"), LostPeer()])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_rank_under_watch_keeps_its_state_and_speaks_unless_another_was_lost(
+    error: Exception, is_asked: bool, sleeps: list[float], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kept: list[bool] = []
+    monkeypatch.setenv(errors.OWN_RANK, "1")
+    monkeypatch.setattr(errors, "keep_state", lambda: kept.append(True))
+    monkeypatch.setattr(errors.marks, "is_asked", is_asked)
+    assert code_of(raising(error)) == EXIT_LOST_PEER and kept == [True]
+    assert (type(error).__name__ in capsys.readouterr().err) != is_asked
+    assert round(sum(sleeps)) == (0 if is_asked else errors.LOST_PEER_DELAY_S)
 
 
 def test_corrupt_image_in_a_loader_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
 from launching import (
     LAUNCHERS,
     ROOT,
@@ -31,10 +32,11 @@ from launching import (
     run,
     wait_until,
 )
-from making import a_world
+from making import CPU, a_config, a_world
+from torch import nn
 
 from recipe import watch, world
-from recipe.errors import UserError
+from recipe.errors import LostPeer, UserError
 from recipe.record.probes import StepProfiler
 from recipe.record.resume import load_on_all_ranks
 from recipe.session import Session
@@ -225,6 +227,24 @@ def test_batches_are_late_after_an_evaluation_or_a_checkpoint(
     assert watch._patience_s(list(signs), None) == 60
 
 
+def test_a_rank_that_is_asked_ends_where_a_batch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an evaluation, too, and not while it makes a checkpoint."""
+    monkeypatch.setattr(watch, "_signs_of_life", deque[float]())
+    monkeypatch.setattr(watch, "_paused_at", -math.inf)
+    monkeypatch.setattr(watch.marks, "batch_s", 0.0)
+    for now, longest in ((0, 0), (1, 1), (4, 3), (5, 3)):
+        monkeypatch.setattr(watch.time, "monotonic", lambda now=now: now)
+        watch.heartbeat()
+        assert watch.marks.batch_s == longest
+    monkeypatch.setattr(watch.marks, "is_asked", True)
+    for announce in (watch.expect_pause, watch.expect_delay):
+        announce()
+    images = torch.zeros(1, 3, 4, 4), torch.zeros(1, dtype=torch.int64)
+    for begin in (watch.heartbeat, lambda: evaluate(nn.Flatten(), [images], a_config(), CPU)):
+        with pytest.raises(LostPeer):
+            begin()
+
+
 @pytest.mark.parametrize(
     ("function", "announced", "slow"),
     [
@@ -234,7 +254,7 @@ def test_batches_are_late_after_an_evaluation_or_a_checkpoint(
         # In the checkpoint, not several batches later, other ranks wait for a slow disk.
         (Session.keep_checkpoint, "finish_checkpoint()", "align_batch_norm("),
         (load_on_all_ranks, "expect_delay()", "content.write("),
-        (evaluate, "expect_delay if config.compile", "network(images)"),
+        (evaluate, "if config.compile", "network(images)"),
         (StepProfiler._start, "expect_delay()", "profile.start()"),
         (StepProfiler._stop, "expect_delay()", "profile.stop()"),
     ],

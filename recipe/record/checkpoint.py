@@ -9,7 +9,7 @@ import copy
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import nn
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import WRITES, UserError, refuse
 from recipe.files import partial_name, sync_folder, whole_file
+from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.folder import one_sentence
 from recipe.settings.config import Config
@@ -151,8 +152,20 @@ def keep_checkpoint(
     contents = contents_of(parts, progress, config, data, momenta) | {"world_size": world.size}
     # Old enough to be from before the start of any divergence that is noticed now.
     older_by = min(1000, data.num_train // samples_per_step(config, world))
-    kept = config.keep_checkpoints
-    WRITES.append(WRITER.submit(save_checkpoint, path, contents, kept, older_by))
+    _write_meanwhile(save_checkpoint, path, contents, config.keep_checkpoints, older_by)
+
+
+def _write_meanwhile(task: Callable[..., object], *arguments: Any) -> None:
+    """Let the writer's thread do this. A watcher waits for the end of it before it kills a rank."""
+
+    def write() -> None:
+        marks.is_writing = True
+        try:
+            task(*arguments)
+        finally:
+            marks.is_writing = False
+
+    WRITES.append(WRITER.submit(write))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
@@ -204,7 +217,7 @@ def not_finite(contents: Any, name: str = "") -> str | None:
 def mark_best(path: Path) -> None:
     """Make best.pt a second name of the checkpoint `path`, once that is written: it takes no space
     while `path` exists. Do nothing if there is no checkpoint of this step."""
-    WRITES.append(WRITER.submit(_mark_best, path, path.with_name("best.pt")))
+    _write_meanwhile(_mark_best, path, path.with_name("best.pt"))
 
 
 def _mark_best(path: Path, best: Path) -> None:

@@ -48,13 +48,14 @@ def resume(
     data: Data,
     run_folder: Path,
     spare: Spare | None = None,
-) -> Progress:
+) -> tuple[Progress, bool]:
     """Resume from the checkpoint that --resume means, on all ranks alike, and return its progress;
     that of a fresh start if there is none. A later state that a rank has kept when another rank was
-    lost takes precedence. Rank 0 then prepares the folder for what will be written."""
-    progress, world = Progress(), ranks.world
+    lost takes precedence: return, too, whether there was one. Rank 0 then prepares the folder for
+    what will be written."""
+    progress, world, is_kept = Progress(), ranks.world, False
     if config.resume is not None:
-        path, holder, is_kept = None, 0, False
+        path, holder = None, 0
         try:
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
@@ -80,7 +81,7 @@ def resume(
                 print(f"warning: {name} was trained with other settings: {changed}", flush=True)
     if world.is_first:
         take_over(run_folder, config, progress)
-    return progress
+    return progress, is_kept
 
 
 def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[float, bool]:

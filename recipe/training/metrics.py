@@ -67,8 +67,9 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     expect_delay()
     for batch in batches:
-        # For a short last batch, stages are compiled again, which takes minutes.
-        (expect_delay if config.compile else heartbeat)()
+        heartbeat()
+        if config.compile:  # for a short last batch, stages are compiled again: minutes
+            expect_delay()
         images, targets = to_device(batch, config, device)
         with autocast(config, device):
             outputs = network(images)

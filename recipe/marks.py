@@ -1,0 +1,32 @@
+"""What a rank and its watcher (nursery.py) tell each other, in memory that both share.
+
+A rank that nobody watches writes there, too, and nobody asks it to end.
+"""
+
+import ctypes
+import mmap
+import os
+
+FILE = "TRAINING_MARKS"  # an environment variable: the open file in which an `execv` leaves them
+
+
+class Marks(ctypes.Structure):
+    """A rank's marks since its start, all 0 at first. The watcher writes `is_asked`."""
+
+    _fields_ = (
+        ("has_made_step", ctypes.c_bool),
+        ("batch_s", ctypes.c_double),  # the longest of the last batches
+        ("is_writing", ctypes.c_bool),  # a checkpoint
+        ("is_leaving", ctypes.c_bool),  # it has seen what looks like another rank's loss
+        ("is_complete", ctypes.c_bool),  # it will not exchange anything any more
+        ("is_asked", ctypes.c_bool),  # to end, since another rank was lost
+    )
+
+    def clear(self) -> None:
+        """Set all to 0, for a new rank."""
+        ctypes.memset(ctypes.addressof(self), 0, ctypes.sizeof(self))
+
+
+file = int(os.environ.pop(FILE, 0)) or os.memfd_create("marks")
+os.ftruncate(file, ctypes.sizeof(Marks))
+marks = Marks.from_buffer(mmap.mmap(file, ctypes.sizeof(Marks)))
