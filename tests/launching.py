@@ -23,6 +23,9 @@ import pytest
 
 from recipe import world
 
+# Seconds after which something hangs: many times what it takes where nobody else uses the cores,
+# and fewer than those after which a rank gives up by itself (recipe.watch.IRREGULAR_S).
+GUARD_S = 500
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 TRAINERS = {
@@ -109,7 +112,7 @@ def launch(
     arguments: str,
     ranks: int = 2,
     warm: bool = False,
-    timeout: float = 240,
+    timeout: float = GUARD_S,
     **environ: str,
 ) -> Finished:
     """Start a trainer, or another script, and wait for its end; fail if it hangs or leaves a
@@ -141,7 +144,7 @@ def train(
 
 def run(
     command: list[str],
-    timeout: float = 240,
+    timeout: float = GUARD_S,
     meanwhile: Callable[[subprocess.Popen], None] = lambda process: None,
     **environ: str,
 ) -> Finished:
@@ -175,7 +178,7 @@ def run(
             seconds = time.monotonic() - started
             if process.poll() is not None:  # what it leaves may take its time to end
                 with suppress(AssertionError):
-                    wait_until(lambda: not marked(mark), 10, pause=0.1)
+                    wait_until(lambda: not marked(mark), 60, pause=0.1)
             left = marked(mark)
             for survivor in left:
                 survivor.kill()
@@ -186,7 +189,7 @@ def run(
     return Finished(process.returncode, text, seconds)
 
 
-def wait_until(is_so: Callable[[], Any], seconds: float = 120, pause: float = 0.05) -> None:
+def wait_until(is_so: Callable[[], Any], seconds: float = GUARD_S, pause: float = 0.05) -> None:
     """Wait; fail if it never is so."""
     deadline = time.monotonic() + seconds
     while not is_so():

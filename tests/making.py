@@ -108,7 +108,7 @@ def write_program(path: Path, text: str) -> Path:
 
 def in_ranks(size: int, run: Callable[[int, Callable], Any]) -> list[Any]:
     """run(rank, sum_over_ranks) in as many threads as there are ranks; what each returned."""
-    meeting, given = threading.Barrier(size, timeout=30), dict[int, torch.Tensor]()
+    meeting, given = threading.Barrier(size, timeout=300), dict[int, torch.Tensor]()
 
     def of(rank: int) -> Any:
         def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

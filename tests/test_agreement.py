@@ -215,7 +215,7 @@ def test_a_host_whose_cuda_is_broken_does_not_hang(
     """Rank 0 finds a GPU (here a pretended one, with a pretended NCCL), and rank 1 none."""
     changed = change_on_rank(0, "recipe.device", PRETENDED_GPU, tmp_path)
     arguments = f"{SMALL} --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, warm=True, timeout=120, **changed)
+    finished = launch(launcher, engine, arguments, warm=True, **changed)
     check_refused(finished, tmp_path, "type of device: cuda on rank 0", "cpu on rank 1")
 
 

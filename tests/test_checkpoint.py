@@ -203,7 +203,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     may_write, save = threading.Event(), torch.save
 
     def late(contents: object, file: Any) -> None:
-        assert may_write.wait(30)
+        assert may_write.wait(300)
         save(contents, file)
 
     monkeypatch.setattr(torch, "save", late)

@@ -368,7 +368,7 @@ def test_this_machine(tmp_path: Path) -> None:
     (tmp_path / "train/cat").mkdir(parents=True)
     words = f"compare/doctor.py --no-allreduce --data {tmp_path} --json {tmp_path}/doctor.json"
     command = [sys.executable, *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1, done.stdout + done.stderr  # there is no val/
     found = json.loads((tmp_path / "doctor.json").read_text())["findings"]
     status = {finding["subject"]: finding["status"] for finding in found}

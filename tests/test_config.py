@@ -653,7 +653,6 @@ def help_text() -> str:
         env={**os.environ, "COLUMNS": "80"},
         capture_output=True,
         text=True,
-        timeout=60,
     ).stdout
 
 

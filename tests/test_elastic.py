@@ -29,6 +29,7 @@ from elastic import (
     write_slots,
 )
 from launching import (
+    GUARD_S,
     ROOT,
     SMALL,
     TRAINERS,
@@ -68,7 +69,7 @@ def train_until_stopped(
         (folder / "stop").touch()
 
     words = command(folder, f"{flags} --checkpoint-steps 10")
-    finished = run(words, 280, happen, **audited(folder)).checked()
+    finished = run(words, meanwhile=happen, **audited(folder)).checked()
     steps = checked_steps(folder)
     check_audit(folder)
     assert len(steps_without_figures(folder)) <= LOG_INTERVAL * len(resumed_at(folder))
@@ -129,7 +130,7 @@ def test_ranks_are_lost_and_hosts_change(
 )
 def test_an_error_ends_all_of_it(flags: str, said: str, tmp_path: Path) -> None:
     write_slots(tmp_path, "localhost:2")
-    finished = run(command(tmp_path, flags), 120)
+    finished = run(command(tmp_path, flags))
     assert finished.returncode != 0 and finished.output.count(said) == 1, finished.output
 
 
@@ -142,7 +143,7 @@ def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
         wait_until(lambda: len(steps_in(tmp_path)) > 5)
         ranks_below(launcher)[1].send_signal(signal.SIGUSR1)
 
-    finished = run(command(tmp_path), 200, interrupt)
+    finished = run(command(tmp_path), meanwhile=interrupt)
     assert finished.returncode != 0 and not resumed_at(tmp_path)
     last = len(steps_in(tmp_path))
     assert f"stopped after step {last}, as a signal asked" in finished.output, finished.output
@@ -177,7 +178,7 @@ def test_what_the_driver_announces_is_heard(announcements: Announcements) -> Non
     client = WorkerNotificationClient(addresses, key, 0)
     assert not announcements.changed.is_set()
     client.notify_hosts_updated(1, HostUpdateResult.added)
-    assert announcements.changed.wait(10)
+    assert announcements.changed.wait(GUARD_S)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -188,7 +189,7 @@ def test_nothing_that_comes_is_unpickled(
 
     message = pickle.dumps(Bomb(tmp_path / "harm"))
     digest = compute_digest(announcements.key if is_signed else b"a guess", message)
-    with socket.create_connection(announcements.server_address, timeout=10) as sender:
+    with socket.create_connection(announcements.server_address) as sender:
         sender.sendall(digest + struct.pack("i", len(message)) + message)
         assert bool(sender.recv(1)) == is_signed
     assert announcements.changed.is_set() == is_signed and not (tmp_path / "harm").exists()
@@ -219,7 +220,7 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
     words = [*launcher, *f"{SMALL} {place} --epochs 100000".split(), "--max-steps", "100000"]
     words += ["--knobs", f"{tmp_path}/knobs.toml", "--num-groups", "2"]
     folder = tmp_path / "run"
-    finished = run(words, 200, kill_ranks_of_torchrun(3, folder))
+    finished = run(words, meanwhile=kill_ranks_of_torchrun(3, folder))
     assert finished.returncode != 0
     assert finished.output.count("resuming after step") == 2, finished.output
     assert finished.output.count("warning: --num-groups has no effect") == 1  # by the watcher alone
@@ -321,7 +322,7 @@ def test_a_nursery_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
     (tmp_path / "nursery.py").write_text(NURSERY)
     told = subprocess.run(
         [sys.executable, tmp_path / "nursery.py", *(how for how, _ in ENDS)],
-        capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert told.stdout == f"{[end for _, end in ENDS]}\n", told
 

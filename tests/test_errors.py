@@ -263,10 +263,10 @@ def test_the_process_really_ends() -> None:
         "import atexit, threading, time; from recipe.errors import UserError, one_message\n"
         "from recipe.command import prepare_output; from recipe.world import World\n"
         "prepare_output()\n"  # what all commands begin with: a line is written at once
-        "atexit.register(print, 'exit handler'); threading.Thread(target=time.sleep, args=[60])"
+        "atexit.register(print, 'exit handler'); threading.Thread(target=time.sleep, args=[900])"
         ".start()\n"
         "print('output')\n"
         "with one_message(World(0, 1, 0, 1, 'none', 'here')): raise UserError('sorry')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (1, "output\n", "error: sorry\n")

@@ -28,9 +28,7 @@ from compare.running import checks
 from compare.running.scheduler import Scheduler
 from tools.make_jpegs import JPEGS, jpegs_folder
 
-pytestmark = [
-    pytest.mark.gpu, pytest.mark.launch, pytest.mark.full, pytest.mark.timeout(900)
-]  # fmt: skip
+pytestmark = [pytest.mark.gpu, pytest.mark.launch, pytest.mark.full]
 Note = Callable[..., None]
 WORK = "--arch resnet50 --channels-last --epochs 1000"
 SMALL = (
@@ -102,7 +100,7 @@ def train(dry: bool, tmp_path: Path) -> Callable[..., Trained]:
         words = f"{WORK} {data} {flags} --keep-checkpoints 0 --log-dir {tmp_path} --name {name}"
         small = f"{SMALL} --max-steps 12" if dry else ""
         command = [sys.executable, *prefix, TRAINERS[engine], *words.split(), *small.split()]
-        done = run(command, 300, meanwhile).checked()
+        done = run(command, meanwhile=meanwhile).checked()
         return Trained(tmp_path / name, read_json(tmp_path / name / "summary.json"), done.output)
 
     return trained

@@ -35,8 +35,6 @@ from recipe.meeting import bind_rpc
 from recipe.settings.config import Config
 from recipe.training.model import build_optimizer
 
-pytestmark = pytest.mark.timeout(600)
-
 Trained = Callable[..., Path]
 KEPT = "--log-interval 1 --checkpoint-steps 7 --keep-checkpoints 5"
 FEW = f"--max-steps 12 {KEPT}"

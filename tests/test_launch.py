@@ -17,7 +17,7 @@ from launching import (
 
 from recipe.device import core_ranges
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launch
 
 STARTS = [
     ("python", "horovod", 1),
@@ -71,7 +71,7 @@ def test_launcher(launcher: str, engine: str, ranks: int, trained: Callable[...,
     [("torchrun", "ddp"), ("horovodrun --gloo", "horovod"), rarely("mpirun", "horovod")],
 )
 def test_mistyped_flag(launcher: str, engine: str) -> None:
-    finished = launch(launcher, engine, "--batchsize 3", warm=True, timeout=60)
+    finished = launch(launcher, engine, "--batchsize 3", warm=True)
     assert finished.returncode != 0
     assert before_the_launchers_words(finished.output).count("write --batch-size 3") == 1
     assert "Traceback" not in before_the_launchers_words(finished.output)
@@ -90,7 +90,7 @@ def test_one_rank_raises(launcher: str, engine: str, tmp_path: Path) -> None:
     """Only rank 1 fails, while rank 0 waits for it in a collective."""
     changed = change_on_rank(1, "recipe.training.model", BREAK, tmp_path)
     arguments = f"{SMALL} --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, warm=True, timeout=120, **changed)
+    finished = launch(launcher, engine, arguments, warm=True, **changed)
     assert finished.returncode != 0
     said = before_the_launchers_words(finished.output)
     assert said.count("RuntimeError: rank 1 is out of order") == 1
@@ -129,7 +129,7 @@ def test_what_cannot_work_is_refused_at_once(
     launcher: str, engine: str, variables: dict[str, str], flags: str, said: str, tmp_path: Path
 ) -> None:
     arguments = f"{SMALL} {flags} --log-dir {tmp_path}/runs"
-    finished = launch(launcher, engine, arguments, warm=True, timeout=120, **variables)
+    finished = launch(launcher, engine, arguments, warm=True, **variables)
     assert finished.returncode != 0 and before_the_launchers_words(finished.output).count(said) == 1
     assert "Traceback" not in before_the_launchers_words(finished.output)
     assert not (tmp_path / "runs").exists(), "nothing was trained or written"
@@ -139,7 +139,7 @@ def test_a_limit_of_the_host_is_one_message(tmp_path: Path) -> None:
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
     (tmp_path / "sitecustomize.py").write_text(limit)
     words, changed = f"{SMALL} --workers 2 --log-dir {tmp_path}", {"PYTHONPATH": str(tmp_path)}
-    finished = launch("python", "ddp", words, warm=True, timeout=120, **changed)
+    finished = launch("python", "ddp", words, warm=True, **changed)
     assert finished.returncode == 1
     assert finished.output.count("the limit here is 40 open files in a process") == 1
     assert "recipe/" not in finished.output, "no traceback of ours"
@@ -157,7 +157,7 @@ def test_a_long_name_of_the_folder_for_temporary_files(tmp_path: Path) -> None:
 def test_where_horovod_is_missing_it_says_how_to_build_it(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
     changed = {"PYTHONPATH": str(tmp_path)}
-    finished = launch("python", "horovod", "", warm=True, timeout=60, **changed)
+    finished = launch("python", "horovod", "", warm=True, **changed)
     assert finished.returncode != 0
     assert "build it: python horovod_train/build_horovod.py" in finished.output
     assert "Traceback" not in finished.output

@@ -29,7 +29,6 @@ def resident_bytes(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.launch
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["ddp", "horovod"])
 def test_memory_after_many_steps_is_that_after_few(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -258,7 +258,7 @@ def test_devkit_that_is_not_the_published_one(tmp_path: Path) -> None:
 
 def make(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/make_jpegs.py"), str(folder), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def test_the_folder_is_one_to_train_on(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_each_attempt_of_torchrun_has_a_store_of_its_own(monkeypatch: pytest.Mon
             time.sleep(0.3)  # they look for it, or wait
             assert not any(one.done() for one in first if last == 0)
             found = [pool.submit(meeting_point, a_world(last, 3)), *first]
-            stores = {one.result(60)["rank"]: one.result()["store"] for one in found}
+            stores = {one.result()["rank"]: one.result()["store"] for one in found}
         assert not stores[0].check(["key"]), "an earlier attempt's"
         stores[1].set("key", "value")
         assert [stores[rank].get("key") for rank in range(3)] == [b"value"] * 3
@@ -213,7 +213,7 @@ def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
         with ThreadPoolExecutor() as pool:
             late = pool.submit(meeting_point, a_world(1, 2, launcher="srun"), timeout=timeout)
             first = meeting_point(a_world(0, 2, launcher="srun"), timeout=timeout)
-            second = late.result(60)
+            second = late.result()
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["store"].timeout == second["store"].timeout == timeout
     first["store"].set("key", "value")
@@ -229,7 +229,7 @@ def test_slurm_s_store_listens_at_the_chosen_interface(monkeypatch: pytest.Monke
     worlds = [a_world(rank, 2, local_size=1, launcher="srun") for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         late = pool.submit(meeting_point, worlds[1])
-        first, second = meeting_point(worlds[0])["store"], late.result(60)["store"]
+        first, second = meeting_point(worlds[0])["store"], late.result()["store"]
     first.set("key", "value")
     assert second.get("key") == b"value"
     listening = [one for one in psutil.net_connections("tcp") if one.status == "LISTEN"]

@@ -46,7 +46,7 @@ def another_run(log_dir: Path, name: str, host: str = "here") -> Iterator[BasePr
     process = context.Process(target=hold_open, args=(config, host, is_open))
     process.start()
     try:
-        assert is_open.wait(60)
+        assert is_open.wait(300)
         yield process
     finally:
         os.killpg(process.pid or 0, signal.SIGKILL)

@@ -27,7 +27,7 @@ from recipe.record.resume import find_checkpoint
 from recipe.settings.presets import PRESETS
 from recipe.settings.presets import preset as preset_of
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.launch
 
 Trained = Callable[..., Path]
 DDP, HOROVOD, HOROVOD_GLOO = ENGINES

@@ -60,7 +60,7 @@ def run_in_job(folder: Path, code: str, **variables: str) -> subprocess.Complete
     environ |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],
-        env=os.environ | environ, cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env=os.environ | environ, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
 
 

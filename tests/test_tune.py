@@ -241,7 +241,6 @@ def test_a_changed_file_of_knobs_makes_another_plan(blocks: MadeUpBlocks) -> Non
 
 @pytest.mark.launch
 @pytest.mark.full
-@pytest.mark.timeout(900)  # ten starts, of which a busy machine makes four a minute
 def test_tuning_and_training_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

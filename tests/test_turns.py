@@ -366,8 +366,8 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
         if not has_watchdog:
             watchdog.kill()
         measures.kill()
-    rank.wait(60)
-    watchdog.wait(60)
+    rank.wait()
+    watchdog.wait()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from launching import (
+    GUARD_S,
     LAUNCHERS,
     ROOT,
     SLOW_DISK,
@@ -95,7 +96,7 @@ class Started:
 
     def wait(self) -> str:
         """Wait for the end of the rank; return what it said."""
-        psutil.wait_procs([self.rank], timeout=30)
+        psutil.wait_procs([self.rank], timeout=GUARD_S)
         assert not self.rank.is_running()
         assert self.checkpoint.read_text() == "whole"
         return self.launcher.communicate()[1]
@@ -161,7 +162,7 @@ def test_a_rank_leaves_before_mpirun_kills_it(start: Callable[..., Started]) -> 
     """A second after it has asked."""
     started = start("mpirun")
     started.rank.terminate()
-    assert started.launcher.communicate(timeout=30)[1].startswith("asked to end by SIGTERM")
+    assert started.launcher.communicate()[1].startswith("asked to end by SIGTERM")
     # It was written for a second: nothing is there of it.
     assert [path.name for path in started.checkpoint.parent.iterdir()] == ["mpirun"]
 
@@ -174,10 +175,10 @@ def test_without_a_launcher_nothing_is_watched() -> None:
 def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
     """Another rank of the job is stopped: the message names it, and it is not left behind."""
     variables = RANK_VARIABLES["torchrun"] | {"RANK": "1"}
-    with subprocess.Popen(["sleep", "60"], env=variables) as stopped:
+    with subprocess.Popen(["sleep", "900"], env=variables) as stopped:
         stopped.send_signal(signal.SIGSTOP)
         said = start("torchrun", stall_timeout=2).wait()
-        assert stopped.wait(10) == -signal.SIGKILL
+        assert stopped.wait(GUARD_S) == -signal.SIGKILL
     host = socket.gethostname()
     own = re.escape(f"[rank 0 on {host}] before its first step: <module> (<string>:")
     place = f"rank 1 on {host}, process {stopped.pid}, is stopped"
@@ -566,11 +567,11 @@ def test_a_launcher_takes_its_ranks_along_and_waits_for_the_checkpoint(
     command = LAUNCHERS[launcher].format(python="python", trainer=TRAINERS[engine], ranks=2)
     options = f"{SMALL} --checkpoint-steps 5 --log-dir {tmp_path} --name run"
     finished = run(
-        [*command.split(), *options.split()], 60, end_it, PYTHONPATH=f"{tmp_path}:{ROOT}"
+        [*command.split(), *options.split()], meanwhile=end_it, PYTHONPATH=f"{tmp_path}:{ROOT}"
     )
     assert finished.returncode != 0
     assert before_the_launchers_words(finished.output).count("`--resume auto` with the --name") == 1
     if finishes:
-        wait_until(lambda: any(checkpoints.glob("step-*.pt")), 30)
+        wait_until(lambda: any(checkpoints.glob("step-*.pt")))
     for file in checkpoints.glob("step-*.pt"):  # a part of it has a temporary name
         assert zipfile.ZipFile(file).testzip() is None

@@ -66,7 +66,7 @@ mount -t tmpfs none /run
 mkdir /run/sshd
 exec {sshd} -D -e -f {folder}/sshd_config
 """
-START_SECONDS = 30.0  # until an sshd must accept a login
+START_SECONDS = 120.0  # until an sshd must accept a login
 # A token bucket of one millisecond: large enough to make up for late packets, and small compared
 # with a step's bytes. At least two of the largest pieces in which the kernel passes on TCP's data.
 BUCKET_SECONDS, MIN_BUCKET_BYTES = 0.001, 128 << 10
@@ -228,7 +228,7 @@ def wait_until_reachable(host: Host, first: Host, folder: Path) -> None:
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
             )
             answer = done.stdout + done.stderr
             if done.returncode == 0 and done.stdout.strip() == host.name:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-from launching import Finished, run
+from launching import GUARD_S, Finished, run
 from needs import skip_if_missing
 
 from tools import namespaces
@@ -19,7 +19,7 @@ BIN = Path(sys.executable).parent
 class Host(namespaces.Host):
     """A host that is up."""
 
-    def run(self, command: list[str], timeout: float = 240, **environ: str) -> Finished:
+    def run(self, command: list[str], timeout: float = GUARD_S, **environ: str) -> Finished:
         """Run a command there, in the project's folder, as a user logged in there would."""
         return run(self.inside(*command), timeout, **environ)
 
@@ -40,5 +40,5 @@ def left_behind(hosts: Sequence[namespaces.Host]) -> list[list[str]]:
         with contextlib.suppress(psutil.NoSuchProcess):
             lines[process] = process.cmdline()
     last = [one for one, words in lines.items() if not words or "resource_tracker" in words[-1]]
-    _, alive = psutil.wait_procs(last, timeout=10)
+    _, alive = psutil.wait_procs(last, timeout=60)
     return [words for process, words in lines.items() if process not in last or process in alive]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hosts import Host
-from launching import Finished, wait_until
+from launching import GUARD_S, Finished, wait_until
 from needs import skip_if_missing
 
 CORES = 2  # that Slurm believes each host to have, and as many GPUs
@@ -60,12 +60,12 @@ class Slurm:
     def variables(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, command: list[str], timeout: float = 240, **environ: str) -> Finished:
+    def run(self, command: list[str], timeout: float = GUARD_S, **environ: str) -> Finished:
         """Run a command on the first host."""
         return self.hosts[0].run(command, timeout, **self.variables, **environ)
 
     def ask(self, *command: str) -> str:
-        return self.run(list(command), 60).checked().output.strip()
+        return self.run(list(command)).checked().output.strip()
 
     def state(self, job: str) -> str:
         """Return a job's state, such as RUNNING."""
@@ -132,15 +132,15 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[Slurm]:
 
 
 def idle_nodes(cluster: Slurm) -> set[str]:
-    finished = cluster.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], 60)
+    finished = cluster.run(["sinfo", "--noheader", "--Node", "--format=%N %T"])
     lines = [line.split() for line in finished.output.splitlines()]
     return {words[0] for words in lines if len(words) == 2 and words[1] == "idle"}
 
 
-def wait_for(is_so, cluster: Slurm, seconds: float = 60) -> None:
+def wait_for(is_so, cluster: Slurm) -> None:
     """Wait until something is so; fail with the daemons' logs if it never is."""
     try:
-        wait_until(is_so, seconds, pause=0.3)
+        wait_until(is_so, pause=0.3)
     except AssertionError as error:
         logs = sorted([*cluster.folder.glob("*.log"), *cluster.folder.glob("*.out")])
         tails = [f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hosts import Host, hosts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 ENVIRONMENT = {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
@@ -15,7 +15,7 @@ def examine(hosts: list[Host], tmp_path: Path, *words: str) -> tuple[int, dict[s
     """Return the doctor's exit code and what it found wrong, by host and subject."""
     path = tmp_path / "doctor.json"
     command = ["python", "compare/doctor.py", "--json", str(path), *words]
-    finished = hosts[0].run(command, 400, **ENVIRONMENT)
+    finished = hosts[0].run(command, **ENVIRONMENT)
     assert path.exists(), finished.output
     findings = json.loads(path.read_text())["findings"]
     wrong = {f"{f['host']}: {f['subject']}": f for f in findings if f["status"] == "failed"}

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from hosts import SEARCH_PATH, Host, hosts, left_behind
-from launching import ROOT, SMALL, Finished, read_json
+from launching import GUARD_S, ROOT, SMALL, Finished, read_json
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 TRAINING = f"{SMALL} --max-steps 12"
 # Two ranks on each of two hosts, by the README's lines; and the transport that adds them up, each
@@ -101,7 +101,7 @@ def test_torchrun_on_each_host(
     )  # fmt: skip
     try:
         two_hosts[0].run(line).checked()
-        assert away.wait(60) == 0
+        assert away.wait(GUARD_S) == 0
     finally:
         away.kill()
         away.wait()
@@ -118,7 +118,7 @@ def test_a_comparison_over_two_hosts(two_hosts: list[Host], hostfile: Path, tmp_
         "--blocks", "1", "--no-warm-up", "--out", str(tmp_path / "comparison"),
         "--", *TRAINING.split(),
     ]  # fmt: skip
-    two_hosts[0].run(command, 500, **ENVIRONMENT).checked()
+    two_hosts[0].run(command, **ENVIRONMENT).checked()
     assert left_behind(two_hosts) == []
     runs = sorted((tmp_path / "comparison/block-1").iterdir())
     digests = {run.name.removesuffix("-4"): weights(run, TWO_AND_TWO) for run in runs}

@@ -14,7 +14,7 @@ from launching import SMALL, change_on_rank, rarely, read_json, read_lines, wait
 from compare.plan.configurations import CONFIGURATIONS
 from slurm import Slurm, slurm, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 # script: tasks on a node, and what is set for it
 SCRIPTS = {
@@ -60,19 +60,19 @@ def submit(cluster: Slurm, script: str, folder: Path, training: str, *words: str
     flags = ["--ntasks-per-node", tasks, "--gpus-per-node", "2", "--output", f"{folder}.log"]
     command = ["sbatch", "--parsable", *flags, *words, f"slurm/{script.split()[0]}"]
     environ = {**ENVIRONMENT, **variables, **place}
-    return cluster.run([*command, *training.split()], 60, **environ).checked().output.strip()
+    return cluster.run([*command, *training.split()], **environ).checked().output.strip()
 
 
 def wait_for_requeue(cluster: Slurm, job: str) -> None:
     """Wait until a job is in the queue again, where Slurm would let it wait for two minutes; not
     at all would be too short: its nodes refuse a job whose last start they ended a second ago."""
 
-    wait_for(lambda: cluster.state(job) == "PENDING", cluster, 100)
+    wait_for(lambda: cluster.state(job) == "PENDING", cluster)
     cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now+4")
 
 
 def wait_for_end(cluster: Slurm, job: str, folder: Path, state: str = "COMPLETED") -> None:
-    wait_for(lambda: ended(cluster, job), cluster, 300)
+    wait_for(lambda: ended(cluster, job), cluster)
     assert cluster.state(job) == state, Path(f"{folder}.log").read_text()
 
 
@@ -80,7 +80,7 @@ def wait_for_steps(cluster: Slurm, folder: Path, count: int = 1) -> None:
     def there() -> bool:
         return (folder / "metrics.jsonl").exists() and len(read_lines(folder, "step")) >= count
 
-    wait_for(there, cluster, 200)
+    wait_for(there, cluster)
 
 
 def ended(cluster: Slurm, job: str) -> bool:
@@ -153,8 +153,8 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(cluster: Slurm, folder: P
     for process in training_processes(cluster.hosts[1]):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    wait_for(lambda: (folder / "summary.json").exists(), cluster, 300)
-    wait_for(lambda: ended(cluster, job), cluster, 100)
+    wait_for(lambda: (folder / "summary.json").exists(), cluster)
+    wait_for(lambda: ended(cluster, job), cluster)
     assert read_json(folder / "environment.json")["world_size"] == 2
     steps = read_lines(folder, "step")
     assert [step["step"] for step in steps] == list(range(1, 91))
@@ -183,7 +183,7 @@ def test_no_rank_passes_a_fence_before_all_have_come(cluster: Slurm, tmp_path: P
     """Else MPI_Init of Horovod's ranks crashes at times: see slurm/horovod_srun.sbatch."""
     flags = CONFIGURATIONS["horovod-srun"].srun_words(4, None)
     command = ["srun", "--nodes=2", "--ntasks-per-node=2", *flags, "python", "-c", FENCES]
-    cluster.run([*command, str(tmp_path)], 120).checked()
+    cluster.run([*command, str(tmp_path)]).checked()
     ranks = [read_json(tmp_path / f"{rank}.json") for rank in range(4)]
     for fence in zip(*ranks, strict=True):
         last_came = max(came for came, _ in fence)
@@ -197,11 +197,11 @@ def test_a_job_that_loses_a_node_is_queued_again(cluster: Slurm, folder: Path) -
     wait_for_steps(cluster, folder)
     cluster.ask("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=lost")
     try:
-        wait_for(lambda: cluster.state(job) == "PENDING", cluster, 60)
+        wait_for(lambda: cluster.state(job) == "PENDING", cluster)
     finally:
         cluster.ask("scancel", job)
         # An error if it has come back by itself, since its slurmd still lives.
-        cluster.run(["scontrol", "update", "NodeName=node1", "State=RESUME"], 60)
+        cluster.run(["scontrol", "update", "NodeName=node1", "State=RESUME"])
     assert leftovers(cluster.hosts[:1]) == []
 
 
@@ -224,7 +224,7 @@ def test_a_comparison_in_a_job(cluster: Slurm, tmp_path: Path) -> None:
         "--out", str(folder), "--workers", "4", "--measure", "runs", "--blocks", "1",
         "--no-warm-up", "--configurations", "ddp-srun", "horovod-srun", "--", *training.split(),
     ]  # fmt: skip
-    finished = cluster.run(command, 500, **ENVIRONMENT)
+    finished = cluster.run(command, **ENVIRONMENT)
     log = (tmp_path / "job.log").read_text()
     assert finished.returncode == 0, (finished.output, log)
     assert log.count(" images/s") == 2
@@ -232,7 +232,7 @@ def test_a_comparison_in_a_job(cluster: Slurm, tmp_path: Path) -> None:
         environment = read_json(folder / f"block-1/{name}-4/environment.json")
         assert environment["rank_hosts"] == ["node0"] * 2 + ["node1"] * 2
     assert read_json(folder / "plan.json")["hosts"] == "slurm"
-    report = cluster.run(["python", "compare/report.py", str(folder), "--json"], 60).checked()
+    report = cluster.run(["python", "compare/report.py", str(folder), "--json"]).checked()
     verdicts = json.loads(report.output)["verdicts"]
     assert [verdict["differences"] for verdict in verdicts] == [[]]
 
@@ -244,7 +244,7 @@ def test_a_cancelled_job_leaves_nothing(script: str, cluster: Slurm, folder: Pat
     assert all(map(training_processes, cluster.hosts))
     cluster.ask("scancel", job)
     wait_for_end(cluster, job, folder, "CANCELLED")
-    wait_until(lambda: leftovers(cluster.hosts) == [], 30)
+    wait_until(lambda: leftovers(cluster.hosts) == [])
 
 
 # ---- measuring by turns over several hosts, and in an allocation ----

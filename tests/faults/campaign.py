@@ -37,6 +37,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "clus
 from elastic import steps_in, steps_without_figures
 from hosts import Host, hosts
 from launching import (
+    GUARD_S,
     LAUNCHERS,
     RANKS,
     ROOT,
@@ -135,7 +136,7 @@ class Scenario:
     code: int = 75  # mpirun's, after a checkpoint was saved; other launchers make a 1 of it
     heals: bool = False  # goes on by itself, to its end
     training: str = SMALL
-    limit_s: int = 200  # for a start
+    limit_s: int = GUARD_S  # for a start
     disk_mb: int = 0  # the run is on a disk of its own that has so much room
     on_hosts: bool = False  # one rank on each of two hosts
 
@@ -300,7 +301,7 @@ class Trial:
         for checkpoint in (self.run_folder / "checkpoints").glob("*.pt"):
             assert zipfile.ZipFile(checkpoint).testzip() is None, f"{checkpoint} is damaged"
         with suppress(AssertionError):  # what the launcher leaves may take its time to end
-            wait_until(lambda: not self.left(others), 15, 0.1)
+            wait_until(lambda: not self.left(others), 60, 0.1)
         left = self.left(others)
         assert not left, f"left: {left}"
 
@@ -534,7 +535,7 @@ def undisturbed(training: str) -> str:
     """The digest of the weights of a training that nobody disturbs: by either engine, on CPUs, with
     two workers, over any transport."""
     with tempfile.TemporaryDirectory() as folder:
-        launch(*DDP, f"{training} --name run --log-dir {folder}", timeout=600).checked()
+        launch(*DDP, f"{training} --name run --log-dir {folder}", timeout=900).checked()
         return str(read_json(Path(folder, "run", "summary.json"))["weights_sha256"])
 
 

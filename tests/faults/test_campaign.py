@@ -26,7 +26,6 @@ SHORT = [
 
 
 @pytest.mark.launch
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("name", "start"), SHORT)
 def test_a_training_survives(name: str, start: Start, tmp_path: Path) -> None:
     is_on_hosts = SCENARIOS[name].on_hosts
