@@ -264,9 +264,12 @@ class Session:
         return progress.samples_seen // num_train > self.epoch
 
     def write_steps(self, now: bool) -> StepLine | None:
-        """Write the steps since the last call, every --log-interval steps or `now`. On a GPU they
-        are written one interval later, unless `now`. Return the first of them whose loss is not
-        finite, if --rollback allows another rollback; otherwise raise UserError for it."""
+        """Write the steps since the last call: the first one, then every --log-interval steps, or
+        `now`. On a GPU they are written one interval later, unless `now`. Return the first of them
+        whose loss is not finite, if --rollback allows another rollback; otherwise raise UserError
+        for it."""
+        # What the first write costs, such as loading TensorBoard, then belongs to the start.
+        now = now or self.progress.step == self.first_step + 1
         if not now and self.progress.step % self.config.log_interval:
             return None
         steps = self.meter.take_steps(self.ranks, now)

@@ -21,7 +21,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from launching import marked, read_json
+from launching import TRAINERS, marked, read_json, run
 from msgspec import structs
 from records import MadeUpBlocks, a_block
 
@@ -461,6 +461,39 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     cheat = trainer(flags=SMALL, environment={"PYTHONPATH": str(skips)})
     with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
         run_block([cheat], plan, tmp_path / "block-2", 2, print)
+
+
+# Runs a trainer as a side does, and says what a step behind the warm-up loads or opens.
+ONCE = """
+import os, sys
+from recipe.start import Hooks, run_script
+from compare.plan.plan import Plan
+steps, before = 0, set()
+
+def step_ended(*_):
+    global steps, before
+    steps += 1
+    opened = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
+    there = {*sys.modules, *(path for path in opened if os.path.exists(path))}
+    if steps > Plan().warm_up_steps:
+        print("new:", *sorted(there - before), flush=True)
+    before |= there
+    if steps == 25:
+        os._exit(0)
+
+run_script(sys.argv[1], sys.argv[2:], Hooks(step_ended), max_steps=None)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("engine", ["ddp", "horovod"])
+def test_nothing_that_happens_once_happens_in_a_turn(engine: str, tmp_path: Path) -> None:
+    """Such as loading TensorBoard for the first record, which takes longer than a step."""
+    (tmp_path / "once.py").write_text(ONCE)
+    words = [*TRAINERS[engine].split(), *SMALL.split(), "--threads", "1", "--log-dir", tmp_path]
+    command = [sys.executable, tmp_path / "once.py", *words]
+    output = run(list(map(str, command)), PYTHONPATH=str(ROOT)).checked().output
+    assert re.findall("^new:.*", output, re.MULTILINE) == ["new:"] * 20
 
 
 # ------------------------------------------------------- blocks until enough is known, made up
