@@ -6,12 +6,14 @@ it but GPUs, and fails if a test is then skipped for want of anything else.
 
 import importlib.util
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
+ROOT = Path(__file__).parent.parent
 PACKAGES = "bash tools/debian_packages.sh"
 HOROVOD = "needs Horovod: make setup WITHOUT_HOROVOD=0"
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
@@ -36,3 +38,15 @@ def skip_if_missing(tools: list[str], what: str) -> None:
     if tools:
         as_root = ", and run the tests as root" if "root" in tools else ""
         pytest.skip(f"needs {what}: {PACKAGES}{as_root}")
+
+
+def tracked_files() -> list[str]:
+    """The project's files, by their paths in it; skip this test where git does not know them: in
+    an image or an archive, or in another user's checkout."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs a checkout that git knows as yours: git clone")
+    return listed.stdout.decode().split("\0")[:-1]

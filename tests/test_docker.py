@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from making import write_program
-from needs import SSHD, needs_sshd
+from needs import SSHD, needs_sshd, tracked_files
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
@@ -142,11 +142,8 @@ def test_dockerignore_lets_in_what_is_there_and_no_more() -> None:
     let_in = let_in_by_dockerignore()
     assert [name for name in let_in if not (ROOT / name).exists()] == []
     assert not let_in & {"runs", ".venv", ".git", ".", *LEFT_OUT}
-    # The image's own copy of the project is no checkout.
-    if (ROOT / ".git").exists():
-        tracked = subprocess.check_output(["git", "-C", str(ROOT), "ls-files"], text=True)
-        top = {line.split("/")[0] for line in tracked.splitlines()}
-        assert top <= let_in | LEFT_OUT, "new in the checkout: let it in, or leave it out here too"
+    top = {name.split("/")[0] for name in tracked_files()}
+    assert top <= let_in | LEFT_OUT, "new in the checkout: let it in, or leave it out here too"
 
 
 # ---- compose.yaml

@@ -7,7 +7,6 @@ import io
 import operator
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import fields
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from making import a_world
+from needs import tracked_files
 from torch.distributed.run import get_args_parser
 
 from recipe.settings.config import Config, parse_args
@@ -150,9 +150,8 @@ def test_the_calls_of_either_engine_exist() -> None:
 
 def test_every_torchrun_of_several_hosts_has_an_id() -> None:
     """Without one, two jobs that are started on the same hosts form one training."""
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     lines = []
-    for name in files.stdout.decode().split("\0"):
+    for name in tracked_files():
         path = ROOT / name
         if path.suffix in (".md", ".sbatch", ".sh", ".py", ".yaml", ".yml", ".def", ""):
             text = path.read_text(errors="ignore") if path.is_file() else ""
