@@ -64,8 +64,8 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
 
     # -- The model, and what trains it -------------------------------------------------------------
     model = build_model(config, data.num_classes, download=world.is_first)
-    if config.weights is not None and world.is_first:
-        load_weights(model, config, data.num_classes)  # the other ranks get them below
+    if world.is_first:
+        load_weights(model, config, data)  # the other ranks get them below
     model.to(device)
     if config.batch_norm == "sync" and world.size > 1:
         model = replace_batch_norm(model, hvd.SyncBatchNorm, ranks.sum)

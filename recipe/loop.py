@@ -190,8 +190,8 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     data = rung.data = open_data(config, hooks.epoch_images)
     session = Session(rung.name, config, rung.ranks, data, device, rung.readers)
     model = build_model(config, data.num_classes, download=world.is_first)
-    if config.weights is not None and world.is_first:
-        load_weights(model, config, data.num_classes)
+    if world.is_first:
+        load_weights(model, config, data)
     rung.model = model.to(device)
     if config.weights is not None or config.pretrained:
         for values in model.state_dict().values():

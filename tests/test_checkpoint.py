@@ -4,6 +4,8 @@ import argparse
 import copy
 import errno
 import functools
+import gzip
+import io
 import itertools
 import json
 import math
@@ -13,6 +15,7 @@ import pickle
 import re
 import resource
 import threading
+import warnings
 import zipfile
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -33,6 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from recipe.data.batches import Data
+from recipe.data.image_folder import Listing
 from recipe.errors import UserError
 from recipe.files import partial_name
 from recipe.ranks import Ranks
@@ -524,7 +528,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
     except UserError as error:
         assert "\n" not in str(error)
     try:
-        load_weights(TinyNet(), replace(CONFIG, weights=str(path)), 3)
+        load_weights(TinyNet(), replace(CONFIG, weights=str(path)), DATA)
     except UserError as error:
         assert "\n" not in str(error)
 
@@ -752,6 +756,7 @@ def wrapped(state: dict[str, Any], prefix: str = "module.") -> dict[str, Any]:
 STATE = trainables(steps=2).model.state_dict()
 OPTIMIZER = trainables(steps=2).optimizer.state_dict()
 FORMATS: dict[str, Any] = {
+    "safetensors, in a file of another name": STATE,
     "this project": contents_of(trainables(steps=2), PROGRESS, CONFIG, DATA),
     **{f"safetensors, '{p}'": wrapped(STATE, p) for p in ("", "module.", "_orig_mod.")},
     "before torch 0.4.1, with a head more": {
@@ -788,7 +793,11 @@ FORMATS: dict[str, Any] = {
         "best": np.float64(76.1),
         "top5": np.float32(93.0),
         "epoch": np.int64(3),
+        "others": [np.int32(1), np.float16(1), np.bool_(True), np.uint8(1), np.str_("sgd")],
     },
+    "a moving average, alone": {"model": wrapped(STATE) | {"n_averaged": torch.tensor(9)}},
+    "profiled by thop": STATE
+    | {f"{part}total_{of}": torch.zeros(1) for part in ("", "conv.") for of in ("ops", "params")},
 }
 
 
@@ -809,20 +818,29 @@ def test_what_is_of_another_network(parts: Any, contents: Any, words: str) -> No
 def loaded(file: Path) -> bool:
     """Whether a network gets from this file the weights that STATE holds."""
     model = TinyNet()
-    load_weights(model, replace(CONFIG, weights=str(file)), 3)
+    load_weights(model, replace(CONFIG, weights=str(file)), DATA)
     return all(torch.equal(STATE[key], value) for key, value in model.named_parameters())
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_of_other_trainers(name: str, tmp_path: Path) -> None:
     if name.startswith("safetensors"):
-        save_file(FORMATS[name], tmp_path / "w.safetensors")
-        assert loaded(tmp_path / "w.safetensors")
+        file = tmp_path / ("w.bin" if "another name" in name else "w.safetensors")
+        save_file(FORMATS[name], file)
+        assert loaded(file)
     else:
         torch.save(
             FORMATS[name], tmp_path / "w.pth", _use_new_zipfile_serialization="0" not in name
         )
         assert loaded(tmp_path / "w.pth")
+
+
+def a_zip(*names: str) -> bytes:
+    """An archive with files of these names."""
+    with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
+        for name in names:
+            archive.writestr(name, b"any")
+    return file.getvalue()
 
 
 class Evil:
@@ -836,7 +854,16 @@ class Evil:
     ("name", "content", "words"),
     [
         ("w.pth", None, "there is no such file"),
-        ("w.pth", b"<html>not found</html>", "is damaged, or was not written by torch.save"),
+        ("w.pth", b"not found", "is damaged, or was not written by torch.save"),
+        ("w.pth", b"", "is empty"),
+        ("w.pth", b"<html>not found</html>", "is a web page"),
+        ("w.pth", b"version https://git-lfs.github.com/spec/v1", "is Git LFS's pointer"),
+        ("w.pth", gzip.compress(b"any"), "is compressed by gzip; unpack it first"),
+        ("w.pth", a_zip("w.npy", "v.npy"), r"is an archive of NumPy arrays \(\.npz\)"),
+        ("w.pth", a_zip("w.pth"), "is a zip archive of other files; unpack it first"),
+        ("w.pth", a_zip("w/constants.pkl", "w/data.pkl"), "is a TorchScript archive; .*state_dict"),
+        ("w.pth", a_zip("w/archive_format", "w/models/model.json"), "is a program of torch.export"),
+        ("w.pth", a_zip("w/data.pkl")[:-9], "is damaged, or was not written by torch.save"),
         ("w.safetensors", save(STATE)[:-1], r"is damaged \(.*\); fetch it again"),
         ("w.pth", pickle.dumps(Evil(), protocol=2), ""),
         ("w.pth", {"state_dict": STATE, "extra": Evil()}, ".*posix.mkdir.*run code"),
@@ -858,11 +885,17 @@ def test_weights_that_are_no_weights(
 @pytest.mark.parametrize(
     ("contents", "words"),
     [
-        ([1, 2], "holds no state dict"),
-        ({"epoch": 3}, "holds no state dict"),
-        ({"state_dict": {"x": 1}}, "holds no state dict"),
+        ([1, 2], "holds no state dict .* it has a list"),
+        (
+            {"epoch": 3, "net": STATE},
+            r"holds no state dict .* has epoch \(int\), net \(OrderedDict\)",
+        ),
+        ({"state_dict": {"x": 1}}, r"holds no state dict .* has under state_dict x \(int\)"),
         ({"model": {}}, "lacks conv.weight"),
-        (wrapped(TinyNet().state_dict(), "net."), "lacks conv.weight"),
+        (
+            wrapped(TinyNet().state_dict(), "net."),
+            "lacks conv.weight.* 5 more; has net.conv.weight",
+        ),
         ({"state_dict": {1: torch.zeros(1)}}, "holds no state dict"),
         (TinyNet().state_dict() | {"more": torch.zeros(1)}, "has more"),
         (TinyNet(5).state_dict(), r"head.weight is \[5, 4\], not \[3, 4\]"),
@@ -870,8 +903,137 @@ def test_weights_that_are_no_weights(
 )
 def test_weights_that_do_not_fit(contents: Any, words: str, tmp_path: Path) -> None:
     torch.save(contents, tmp_path / "w.pth")
-    with pytest.raises(UserError, match=f"--weights .*w.pth: .*{words}.*(--new-head|top)$"):
+    with pytest.raises(UserError, match=f"--weights .*w.pth: .*{words}") as error:
         loaded(tmp_path / "w.pth")
+    assert re.search(r"--new-head$|or at its top; it has", str(error.value))
+
+
+def test_a_torchscript_archive_is_named(tmp_path: Path) -> None:
+    """One that torch itself has written."""
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        torch.jit.trace(TinyNet().eval(), torch.zeros(1, 3, 8, 8)).save(str(tmp_path / "w.pt"))
+    with pytest.raises(UserError, match=r"w\.pt: is a TorchScript archive"):
+        loaded(tmp_path / "w.pt")
+
+
+def test_a_folder_is_named_with_its_files(tmp_path: Path) -> None:
+    run = kept(tmp_path / "run", trainables(), 3).parent.parent
+    with pytest.raises(
+        UserError, match=r"run: is a folder; .* in it \(checkpoints/step-000000003.pt\)"
+    ):
+        loaded(run)
+
+
+def test_weights_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "w.pth")
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    with (
+        mock.patch.object(Path, "open", side_effect=denied),
+        pytest.raises(UserError, match=r"w.pth: cannot be read \(Permission denied\)"),
+    ):
+        loaded(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ({"model": STATE, "model_ema": wrapped(STATE), "epoch": 3}, "its `model`; .* `model_ema`"),
+        ({"state_dict_ema": STATE, "state_dict": STATE}, "its `state_dict`; .* `state_dict_ema`"),
+        (FORMATS["this project"], "its `model`; .* `ema`.*recipe.record.export"),
+        (FORMATS["torchvision's reference"], None),
+        (STATE, None),
+    ],
+)
+def test_of_several_weights_it_is_said_which_were_loaded(
+    contents: Any, words: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(contents, tmp_path / "w.pth")
+    assert loaded(tmp_path / "w.pth")
+    assert re.fullmatch(
+        f"--weights .*w.pth: loaded {words}.*\n" if words else "", capsys.readouterr().out
+    )
+
+
+# ---- classes ----
+
+
+def data_of(*classes: str) -> Data:
+    """As many images as DATA has, of these classes."""
+    listing = Listing(Path("/x"), classes, np.array([b"1.jpg"]), np.array([0]))
+    return replace(DATA, train=listing, val=listing, num_classes=len(classes))
+
+
+CATS, APPLES = data_of("cat", "dog", "\udcff"), data_of("apple", "bee", "dog")
+
+
+@pytest.mark.parametrize("now", [{}, {"evaluate": True}, {"allow_changed_data": True}])
+def test_a_checkpoint_of_other_classes_is_refused(now: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever else may be changed: each output would mean another class. Files of earlier versions
+    do not know theirs."""
+    save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, CATS))
+    contents, config = read(tmp_path / "c.pt"), replace(CONFIG, **now)
+    assert restore(contents, trainables(), config, a_world(), CATS, "c.pt") == PROGRESS
+    words = (
+        r"on other classes \(3\) than the data has \(3\).* one of them: apple, bee, cat and 1 more"
+    )
+    with pytest.raises(UserError, match=f"--resume c.pt: was trained {words}.*--new-head"):
+        restore(contents, trainables(), config, a_world(), APPLES, "c.pt")
+    del contents["classes"]
+    if now:
+        assert restore(contents, trainables(), config, a_world(), APPLES, "c.pt") == PROGRESS
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_weights_of_other_classes_need_a_new_head(is_exported: bool, tmp_path: Path) -> None:
+    file, checkpoint = tmp_path / "w.safetensors", tmp_path / "c.pt"
+    config = replace(CONFIG, arch="resnet10", weights=str(file if is_exported else checkpoint))
+    parts = trainables()
+    parts.model = build_model(config, 3, download=False)
+    contents = contents_of(replace(parts, ema=None), PROGRESS, config, CATS)
+    for is_earlier in (False, True):
+        save_checkpoint(checkpoint, contents)
+        if is_exported:
+            assert export.main([str(checkpoint), str(file)]) == 0
+        load_weights(parts.model, config, CATS)
+        words = "c.pt|w.safetensors: was trained on other classes .*, or train a new .* --new-head"
+        with nullcontext() if is_earlier else pytest.raises(UserError, match=words):
+            load_weights(parts.model, config, APPLES)
+        load_weights(parts.model, replace(config, new_head=True), APPLES)
+        contents.pop("classes", None)
+
+
+@pytest.mark.parametrize(
+    ("classes", "now", "warns"),
+    [
+        ("0 1 10 11 2", {}, True),
+        ("0 1 10 11 2", {"weights": None, "pretrained": True}, True),
+        ("0 1 10 11 2", {"weights": None}, False),
+        ("0 1 10 11 2", {"new_head": True}, False),
+        ("00 01 02 10 11", {}, False),
+        ("0 1 2 3 4", {}, False),
+        ("0 1 10 11 2a", {}, False),
+    ],
+)
+def test_numbers_in_the_order_of_text_are_warned_of(
+    classes: str, now: dict[str, Any], warns: bool, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Weights of others may have them in the order of numbers; those of this project do not."""
+    config = replace(CONFIG, **{"arch": "resnet10", "weights": str(tmp_path / "w.pth"), **now})
+    model, data = (
+        build_model(replace(config, pretrained=False), 5, download=False),
+        data_of(*classes.split()),
+    )
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    load_weights(model, config, data)
+    words = r"warning: --(weights|pretrained).*: does not say .* of text: 0, 1, 10, 11, 2\. .*\n"
+    assert re.fullmatch(words if warns else "", capsys.readouterr().out)
+    parts = replace(trainables(), model=model, ema=None)
+    contents = contents_of(parts, PROGRESS, config, data)
+    del contents["classes"]  # as in an earlier version
+    torch.save(contents, tmp_path / "w.pth")
+    load_weights(model, replace(config, weights=str(tmp_path / "w.pth"), pretrained=False), data)
+    assert capsys.readouterr().out == ""
 
 
 # The part of a network that pytorch/examples wraps, and the weights of its last layer.
@@ -905,12 +1067,12 @@ def test_all_but_the_last_layer_of_a_file(arch: str, classes: int, tmp_path: Pat
     config = replace(config, new_head=True, seed=2)
     own = build_model(config, 3, download=False)
     fresh = copy.deepcopy(own.state_dict())
-    load_weights(own, config, 3)
+    load_weights(own, config, DATA)
     for key, value in own.state_dict().items():
         assert torch.equal(value, (fresh if key in head else theirs)[key]), key
     config = replace(config, new_head=False)
     with nullcontext() if classes == 3 else pytest.raises(UserError, match=r"--new-head$"):
-        load_weights(own, config, 3)
+        load_weights(own, config, DATA)
 
 
 # ---- weights for other tools ----
@@ -926,7 +1088,7 @@ def kept(folder: Path, parts: Trainables, step: int) -> Path:
 def read_back(file: Path) -> Any:
     """The weights that a network gets from a file."""
     model = TinyNet()
-    load_weights(model, replace(CONFIG, weights=str(file)), 3)
+    load_weights(model, replace(CONFIG, weights=str(file)), DATA)
     return plain(model.state_dict())
 
 
@@ -958,7 +1120,7 @@ def test_the_better_weights_come_back(
     assert read_back(out) == plain(expected.state_dict()) != plain(other.state_dict())
     with safe_open(out, "pt") as file:
         assert set(file.keys()) == set(TinyNet().state_dict())
-        told = {"format": "pt", "arch": "tiny", "step": "3", "weights": whose}
+        told = {"format": "pt", "arch": "tiny", "step": "3", "weights": whose, "classes": "[]"}
         assert file.metadata() == told
 
 

@@ -132,6 +132,11 @@ class Data:
     num_classes: int
     suspects: tuple[SuspectImages, ...] = ()  # for train and for val
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the labels; empty for synthetic data."""
+        return self.train.classes if self.train is not None else ()
+
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """What must be unchanged for a run to resume: the number of images, and a digest of their

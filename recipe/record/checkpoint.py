@@ -6,6 +6,7 @@ reads weights from other trainers' files.
 
 import argparse
 import copy
+import json
 import os
 import re
 import shutil
@@ -20,16 +21,19 @@ import torch
 from torch import nn
 
 from recipe.data.batches import Data, samples_per_step
-from recipe.errors import WRITES, UserError, refuse
+from recipe.data.image_folder import first_few
+from recipe.errors import WRITES, UserError, system_errors
 from recipe.files import partial_name, sync_folder, whole_file
 from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.folder import one_sentence
+from recipe.record.formats import SAFETENSORS, format_of
 from recipe.settings.config import Config
 from recipe.training.model import last_layer, without_auxiliary_heads
 from recipe.training.state import Progress, Trainables, copy_buffers
 
 FORMAT = 1
+EXPORTED = {"arch", "step", "weights"}  # metadata of `recipe.record.export`, beside the classes
 WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
@@ -52,6 +56,7 @@ def contents_of(
         "progress": asdict(progress),
         "config": asdict(config),
         "data": data.identity,
+        "classes": list(data.classes),
         "numpy": np.__version__,
         "momenta": momenta,
     }
@@ -242,46 +247,115 @@ def _mark_best(path: Path, best: Path) -> None:
 HARMLESS: list[Any] = [
     argparse.Namespace,
     np.dtype,
-    type(np.dtype("float32")),
-    type(np.dtype("float64")),
-    type(np.dtype("int64")),
+    *(type(np.dtype(code)) for code in "?bhilqBHILQefdU"),  # numbers, truth values and text
     (np.float64(0).__reduce__()[0], "numpy.core.multiarray.scalar"),
     (np.float64(0).__reduce__()[0], "numpy._core.multiarray.scalar"),
 ]
-
-
+SUFFIXES = {".pt", ".pth", ".tar", ".bin", ".ckpt", ".safetensors"}  # that files of weights have
 STATE_KEYS = ("model", "state_dict", "model_state_dict")
+# What counters, of averaging and of thop's profiler, add to a network's state.
+COUNTERS = {"n_averaged", "total_ops", "total_params"}
 
 
-def load_weights(model: nn.Module, config: Config, num_classes: int) -> None:
-    """Load the weights of --weights: a file of this project, pytorch/examples, torchvision's
-    reference or Horovod's example, a bare dict, or a .safetensors file. Prefixes of wrappers are
-    removed. With --new-head the last layer keeps its initial weights."""
-    file, name = Path(config.weights or ""), f"--weights {config.weights}"
-    refuse((not file.is_file(), f"{name}: there is no such file"))
-    if file.suffix == ".safetensors":
-        contents = _read_safetensors(file, name)
-    else:
-        with file.open("rb") as content:
-            contents = read_file(content, name)
+def load_weights(model: nn.Module, config: Config, data: Data) -> None:
+    """Load the weights of --weights, if it is given: a file of this project, pytorch/examples,
+    torchvision's reference or Horovod's example, a bare dict, or a safetensors file. Prefixes of
+    wrappers are removed. With --new-head the last layer keeps its initial weights; else weights
+    that are known to be of other classes than the data's are refused."""
+    if config.weights is None:
+        if config.pretrained:
+            _warn_of_text_order("--pretrained", data)
+        return
+    name = f"--weights {config.weights}"
+    contents = _read_weights(Path(config.weights), name)
     state = without_auxiliary_heads(state_in(contents, name))
+    is_own = isinstance(contents, dict) and contents.get("format") == FORMAT
     if config.new_head:
-        state |= {
-            key: model.get_parameter(key).data for key in last_layer(model, config, num_classes)
-        }
+        head = last_layer(model, config, data.num_classes)
+        state |= {key: model.get_parameter(key).data for key in head}
+    elif is_own and (problem := other_classes(contents.get("classes"), data)):
+        raise UserError(f"{name}: {problem}, or train a new last layer with --new-head")
+    elif not is_own:
+        _warn_of_text_order(name, data)
     otherwise = "" if config.new_head else ", or replace the last layer with --new-head"
     load_state(model, state, name, otherwise)
+    _say_which(contents, name)
+
+
+def other_classes(trained: Any, data: Data) -> str:
+    """Return, in words, how the data's classes differ from those on which weights were `trained`,
+    and what to do; "" if they do not, or if either are not known: of random pixels, and in files
+    from before November 2026."""
+    if not (isinstance(trained, list) and trained and data.classes):
+        return ""
+    if tuple(trained) == data.classes:
+        return ""
+    in_one = sorted(set(map(str, trained)) ^ set(data.classes))
+    return (
+        f"was trained on other classes ({len(trained):,}) than the data has "
+        f"({len(data.classes):,}), so its outputs would be taken for others. Only in one of them: "
+        f"{first_few(in_one)}. Give the class folders the names that they had in training"
+    )
+
+
+def _warn_of_text_order(name: str, data: Data) -> None:
+    """Warn if the data's classes are numbers that are not in the order of numbers, and nothing says
+    in which order those of the weights `name` are."""
+    classes = list(data.classes)
+    if all(map(str.isdecimal, classes)) and classes != sorted(classes, key=int):
+        print(
+            f"warning: {name}: does not say which class each output is for, and the class folders "
+            f"are read in the order of text: {first_few(classes, 5)}. If the weights are from a "
+            "program with the order of numbers, give the folders leading zeros (00, 01, 02).",
+            flush=True,
+        )
+
+
+def _say_which(contents: Any, name: str) -> None:
+    """If a file holds several networks' weights, say which were loaded."""
+    loaded = _state_key(contents, STATE_KEYS)
+    if loaded is None:
+        return
+    others = [
+        key for key, value in contents.items() if key != loaded and value and _is_state(value)
+    ]
+    if others:
+        print(
+            f"{name}: loaded its `{loaded}`; it also holds `{'`, `'.join(map(str, others))}`, such "
+            "as a moving average of the weights. To use that, save it alone to a file (of this "
+            "project's: python -m recipe.record.export writes the better one).",
+            flush=True,
+        )
+
+
+def _state_key(contents: Any, keys: Sequence[str]) -> str | None:
+    """Return the first of `keys` under which a file's contents have a dict, or None."""
+    if not isinstance(contents, dict):
+        return None
+    return next((key for key in keys if isinstance(contents.get(key), dict)), None)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in value.items()
+    )
 
 
 def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict[str, torch.Tensor]:
     """Return the state dict in a file's contents, under one of `keys` or at the top level, without
-    prefixes of wrappers. UserError, which calls the file `name`, if there is none."""
-    inner = [contents.get(key) for key in keys] if isinstance(contents, dict) else []
-    state = next((value for value in inner if isinstance(value, dict)), contents)
-    if not isinstance(state, dict) or not all(
-        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
-    ):
-        raise UserError(f"{name}: holds no state dict under {' or '.join(keys)}, or at its top")
+    prefixes of wrappers and without counters. UserError, which calls the file `name`, if there is
+    none."""
+    key = _state_key(contents, keys)
+    state = contents if key is None else contents[key]
+    if not _is_state(state):
+        has = f"a {type(state).__name__}"
+        if isinstance(state, dict):
+            has = first_few([f"{key} ({type(value).__name__})" for key, value in state.items()], 5)
+        where = "" if key is None else f"under {key} "
+        raise UserError(
+            f"{name}: holds no state dict under {' or '.join(keys)}, or at its top; it has "
+            f"{where}{has or 'nothing'}"
+        )
     # Prefixes of DDP, of torch.compile (also inside a network), and of trainers around a network.
     # Of AlexNet and VGG pytorch/examples wraps the convolutions alone.
     return {
@@ -289,10 +363,36 @@ def state_in(contents: Any, name: str, keys: Sequence[str] = STATE_KEYS) -> dict
             r"^((module|model)\.)+|(?<=^features\.)module\.", "", key.replace("_orig_mod.", "")
         ): value
         for key, value in state.items()
+        if key.rpartition(".")[2] not in COUNTERS
     }
 
 
+def _read_weights(file: Path, name: str) -> Any:
+    """Return the contents of a file of --weights; of a safetensors file either the state dict, or,
+    if `recipe.record.export` wrote it, what a checkpoint has of that."""
+    with system_errors(file, "cannot be read", "Check its permissions, and the disk."):
+        if file.is_dir():
+            paths = [
+                path
+                for path in (*file.glob("*"), *file.glob("checkpoints/*"))
+                if path.suffix in SUFFIXES
+            ]
+            names = first_few(sorted(str(path.relative_to(file)) for path in paths))
+            raise UserError(
+                f"{name}: is a folder; name a file of weights in it ({names or 'none seen'})"
+            )
+        if not file.is_file():
+            raise UserError(f"{name}: there is no such file")
+        with file.open("rb") as content:
+            if format_of(content) != SAFETENSORS:
+                return read_file(content, name)
+            whole = content.read()
+    return _read_safetensors(whole, name)
+
+
 def read_file(content: BinaryIO, name: str) -> Any:
+    if words := format_of(content):
+        raise UserError(f"{name}: {words}")
     try:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(content, map_location="cpu", weights_only=True)
@@ -306,14 +406,20 @@ def read_file(content: BinaryIO, name: str) -> Any:
         raise UserError(f"{name}: is damaged, or was not written by torch.save") from None
 
 
-def _read_safetensors(file: Path, name: str) -> Any:
+def _read_safetensors(content: bytes, name: str) -> Any:
     from safetensors import SafetensorError  # few read such files
     from safetensors.torch import load
 
     try:
-        return load(file.read_bytes())
-    except SafetensorError as error:
+        state = load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        metadata = header.get("__metadata__", {})
+        if not EXPORTED.issubset(metadata):
+            return state
+        classes = json.loads(metadata.get("classes", "[]"))
+    except (SafetensorError, ValueError) as error:
         raise UserError(f"{name}: is damaged ({first_line(error)}); fetch it again") from None
+    return {"format": FORMAT, "model": state, "classes": classes}
 
 
 def load_state(
@@ -323,17 +429,20 @@ def load_state(
     # num_batches_tracked came with torch 0.4.1: older published files lack it, and inference does
     # not need it.
     needed = [key for key in expected if not key.endswith("num_batches_tracked")]
-    problems = [f"lacks {key}" for key in needed if key not in state]
-    problems += [f"has {key}, which the model lacks" for key in state if key not in expected]
-    problems += [
+    lacking = [key for key in needed if key not in state]
+    unknown = [key for key in state if key not in expected]
+    shapes = [
         f"{key} is {list(state[key].shape)}, not {list(value.shape)}"
         for key, value in expected.items()
         if key in state and state[key].shape != value.shape
     ]
+    problems = [f"lacks {first_few(lacking)}"] if lacking else []
+    problems += [f"has {first_few(unknown)}, which the model lacks"] if unknown else []
+    problems += [first_few(shapes)] if shapes else []
     if problems:
         raise UserError(
-            f"{name}: does not fit the model ({len(problems)} problems): {'; '.join(problems[:3])};"
-            f" check --arch and the number of classes{otherwise}"
+            f"{name}: does not fit the model: {'; '.join(problems)}; check --arch and the number "
+            f"of classes{otherwise}"
         )
     model.load_state_dict(state, strict=False)
 

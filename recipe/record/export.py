@@ -4,10 +4,11 @@
 
 RUN is a run's folder, whose best checkpoint (best.pt) or else last one is used; or a checkpoint
 file. If the training kept a moving average, and that did better in the evaluation after the
-checkpoint's step, the average is written. The names are the network's own; --weights reads the
-file, too.
+checkpoint's step, the average is written. The names are the network's own; the metadata have the
+names of the classes, as JSON. --weights reads the file, too.
 """
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -59,12 +60,12 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
         )
         whose = ranked[-1][1] if ranked else "model"
         state = state_in(checkpoint, str(path), [whose])
-        state.pop("n_averaged", None)  # of a moving average
         # The format needs each tensor in memory of its own.
         state = {
             key: value.clone(memory_format=torch.contiguous_format) for key, value in state.items()
         }
         metadata = {"format": "pt", "arch": arch, "step": str(step), "weights": whose}
+        metadata["classes"] = json.dumps(checkpoint.get("classes", []))
         with whole_file(file) as out:
             out.write(safetensors.torch.save(state, metadata))
     except OSError as error:

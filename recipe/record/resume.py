@@ -26,6 +26,7 @@ from recipe.record.checkpoint import (
     mark_best,
     momentum,
     not_finite,
+    other_classes,
     read_file,
     step_in_name,
     step_path,
@@ -362,6 +363,10 @@ def _misfits(
         )
         for name, (then, now) in pairs.items()
     ]
+    problem = other_classes(checkpoint.get("classes"), data)
+    misfits.append(
+        (problem, f"{problem}, or train a new last layer with --weights FILE --new-head")
+    )
     if config.evaluate:
         return misfits
     return [
