@@ -35,6 +35,7 @@ from compare.prediction.model import Cluster, Prediction, at_batch, fit, named_n
 from recipe.command import run_tool
 from recipe.errors import UserError, near_match, refuse
 from recipe.files import replace_file
+from recipe.record.schema import rate_text
 from recipe.settings.presets import PRESETS, preset
 
 IMAGENET = 1_281_167
@@ -294,7 +295,7 @@ def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
         points = [(math.log2(one.workers), 100 * step.efficiency) for one, step in steps]
         texts = [
             f"{network}, {one.workers:,} workers: {100 * step.efficiency:.0f} %, "
-            f"{step.images_per_second:,.0f} images/s, step {1e3 * step.low_seconds:.0f} to "
+            f"{rate_text(step.images_per_second)} images/s, step {1e3 * step.low_seconds:.0f} to "
             f"{1e3 * step.high_seconds:.0f} ms"
             for one, step in steps
         ]

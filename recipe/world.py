@@ -176,6 +176,24 @@ def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None
     )
 
 
+def why_no_gpu(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return what is wrong on a host with an NVIDIA driver whose torch sees no GPU, and what to
+    do."""
+    given = environ.get("CUDA_VISIBLE_DEVICES")
+    found = "this host has an NVIDIA driver, but torch sees no GPU"
+    # Numbers or UUIDs. Empty, -1, or Slurm's NoDevFiles: no GPU.
+    if given is not None and not re.match(r"\d|GPU-|MIG-", given):
+        return (
+            f"CUDA_VISIBLE_DEVICES={given}: {found}, since this hides all of them",
+            "unset it, or ask the batch system for GPUs if that has set it",
+        )
+    return (
+        f"{found}{f' with CUDA_VISIBLE_DEVICES={given}' if given else ''}",
+        "if torch was built for a newer CUDA than nvidia-smi shows, install a newer driver or "
+        "another torch; start a container with --gpus all; ask the batch system for GPUs",
+    )
+
+
 def _free_shared_memory() -> int:
     return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
 

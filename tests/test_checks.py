@@ -61,6 +61,20 @@ def test_of_a_sound_host_nothing_is_wrong():
         assert words in text
 
 
+def test_number_formats_that_a_cpu_emulates(monkeypatch):
+    """Nearly all emulate fp16, for which nobody is warned; and a GPU may compute instead."""
+    facts = TORCH | {"slow formats": {"fp16": "avx512_fp16"}}
+    monkeypatch.setattr(checks, "torch_facts", lambda: facts)
+    assert wrong() == []
+    assert "fp16 is slow, for it lacks avx512_fp16" in [one.found for one in check_host()]
+    facts["slow formats"]["bf16"] = "avx512_bf16 and amx_bf16"
+    (found,) = wrong()
+    assert (found.subject, found.status) == ("CPU formats", "warning")
+    assert "bf16 is slow" in found.found and "--precision fp32" in found.remedy
+    facts["gpus"] = ["H100"]
+    assert wrong() == []
+
+
 @pytest.mark.parametrize(
     ("broken", "value", "subject", "status", "remedy"),
     [

@@ -129,6 +129,55 @@ def test_a_driver_without_a_gpu_is_an_error(
     assert choose_device(a_config(cuda=False), a_world()) == CPU
 
 
+@pytest.mark.parametrize(
+    ("visible", "message"),
+    [
+        *((hidden, rf"^CUDA_VISIBLE_DEVICES={hidden}: .*: unset it") for hidden in ("", "-1")),
+        ("NoDevFiles", r"^CUDA_VISIBLE_DEVICES=NoDevFiles: .*batch system"),
+        ("7", "sees no GPU with CUDA_VISIBLE_DEVICES=7: .*driver"),
+    ],
+)
+def test_gpus_that_a_variable_hides(
+    visible: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpus(monkeypatch, 0)
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UserError, match=f"{message}.*--no-cuda"):
+        choose_device(a_config(), a_world())
+
+
+@pytest.mark.parametrize(
+    ("cpu", "precision", "lacking"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", "bf16", ""),
+        ("flags\t\t: fpu avx512_bf16 amx_bf16 avx512_fp16", "fp16", ""),
+        ("flags\t\t: fpu avx2 avx512f", "bf16", "lacks avx512_bf16 and amx_bf16, so bf16 is"),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", "fp16", "lacks avx512_fp16, so fp16 is"),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", "O2", "lacks avx512_fp16, so fp16 is"),
+        ("flags\t\t: fpu avx2", "fp32", ""),
+        ("Features\t: fp asimd bf16", "bf16", ""),  # not x86: nothing was measured
+        ("", "bf16", ""),
+    ],
+)
+def test_number_formats_that_the_cpu_emulates(
+    cpu: str,
+    precision: str,
+    lacking: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One warning, from rank 0: training goes on at a tenth of the speed of fp32."""
+    monkeypatch.setattr(device, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpu}\nvmx flags\t: avx512_fp16\n")
+    for rank in (0, 1):
+        choose_device(a_config(cuda=False, precision=precision), a_world(rank, 2))
+    said = capsys.readouterr().out
+    assert said.count("warning: ") == bool(lacking) and lacking in said
+    assert not lacking or "use --precision fp32" in said
+
+
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.14.1, CUDA 13
 
 

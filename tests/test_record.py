@@ -217,7 +217,7 @@ def test_a_whole_run(
     assert len(said) == 3 + 3 * 2 + 3 and "ddp 2 over Gloo, 1 worker(s)" in said[0]
     assert "epoch   2/3  val    loss 1.5000  top-1  50.00 %" in out
     assert said[-3:] == [
-        "best top-1 50.00 %, of epoch 1; 0.2 min, 8 images/s",
+        "best top-1 50.00 %, of epoch 1; 0.2 min, 8.0 images/s",
         f"run folder {folder}; curves: tensorboard --logdir {folder}/tensorboard",
         "to train longer: the same command, --name run --resume auto and more --epochs",
     ]
@@ -617,7 +617,7 @@ def test_progress_bar_only_on_rank_0_s_terminal(
     console = session.recorder.console
     bar = console.bar
     assert (bar.n, bar.total, bar.desc) == (2, 15, "epoch   1/3")
-    assert bar.postfix.endswith("left, 8 images/s, loss 3.0000, lr 0.1")
+    assert bar.postfix.endswith("left, 8.0 images/s, loss 3.0000, lr 0.1")
     console.show_evaluation(3)
     assert (console.evaluation.n, bar.n) == (3, 2)
     session.recorder.close(SUMMARY)
@@ -636,7 +636,7 @@ def test_a_line_now_and_then_without_a_terminal(
         now.s += 0.4 * LINE_S
         session.steps(1)
         said += [re.sub(r"\A(?!epoch).*\n", "", capsys.readouterr().out)]
-    step_3 = "epoch   1/3  step 3/15, 02:24 left, 8 images/s, loss 4.0000, lr 0.1"
+    step_3 = "epoch   1/3  step 3/15, 02:24 left, 8.0 images/s, loss 4.0000, lr 0.1"
     assert step_3 in said[2] and not any("left" in one for one in (said[0], said[1], said[3]))
     for images in (2, 4, 9):
         now.s += 0.4 * LINE_S

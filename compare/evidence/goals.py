@@ -8,6 +8,7 @@ from compare.evidence.equality import Fact, compare_facts, difference_text
 from compare.evidence.judgement import Finding, find, holm, judged_together
 from compare.evidence.records import Comparison
 from compare.evidence.stopping import unfinished
+from recipe.record.schema import rate_text
 
 REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
 UNFINISHED, NO_VERDICT = "not finished", "no verdict"
@@ -52,7 +53,7 @@ class Goal(Finding):
 
     def shown(self, value: float) -> str:
         """Return a figure with its unit."""
-        return f"{value:,.0f} {self.unit}" if self.unit else f"{value:.3f}"
+        return f"{rate_text(value)} {self.unit}" if self.unit else f"{value:.3f}"
 
 
 def goals_of(

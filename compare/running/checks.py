@@ -46,7 +46,7 @@ from compare.plan.environment import (
 from compare.plan.plan import Plan, Run
 from recipe.errors import UserError
 from recipe.settings.flags import last_value
-from recipe.world import LAUNCHERS, NO_LAUNCHER, NVIDIA_DRIVER
+from recipe.world import LAUNCHERS, NO_LAUNCHER, NVIDIA_DRIVER, why_no_gpu
 
 GIB = 2**30
 LEAST_OPEN_FILES = 4096
@@ -119,7 +119,7 @@ def torch_facts() -> dict[str, Any]:
         import torchvision
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    from recipe.device import lacks_kernels
+    from recipe.device import FAST_BY, lacking_instructions, lacks_kernels
 
     gpus = range(torch.cuda.device_count())
     has_nccl = torch.distributed.is_nccl_available()
@@ -130,6 +130,7 @@ def torch_facts() -> dict[str, Any]:
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
         "lacking": "; ".join(sorted(set(map(lacks_kernels, gpus)) - {""})),
+        "slow formats": {name: what for name in FAST_BY if (what := lacking_instructions(name))},
     }
 
 
@@ -219,6 +220,9 @@ def check_host(data: Path | None = None) -> list[Finding]:
     """Check this host: a row for each subject. `data`: a data folder that it must hold."""
     torch, mpi, name = torch_facts(), mpi_version(), socket.gethostname()
     gpus, (lacking, _, remedy) = torch.get("gpus", []), torch.get("lacking", "").partition("; ")
+    if not gpus and NVIDIA_DRIVER.exists():
+        lacking, remedy = why_no_gpu()
+    slow = torch.get("slow formats", {})
     shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     files, address = resource.getrlimit(resource.RLIMIT_NOFILE)[0], addresses().get(OWN_NAME)
     findings = [
@@ -227,11 +231,15 @@ def check_host(data: Path | None = None) -> list[Finding]:
             f"{torch['torchvision']}, Python {platform.python_version()}", "make setup", "failed",
         ),
         judged(
-            "GPUs", not lacking and (bool(gpus) or not NVIDIA_DRIVER.exists()),
+            "GPUs", not lacking,
             lacking or (f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else
-            f"none that torch (CUDA {torch.get('CUDA')}) sees"),
-            remedy or "there is an NVIDIA driver: install a torch for a CUDA no newer than "
-            "nvidia-smi shows; start a container with --gpus all", "failed",
+            f"none that torch (CUDA {torch.get('CUDA')}) sees"), remedy, "failed",
+        ),
+        judged(
+            "CPU formats", bool(gpus) or "bf16" not in slow,
+            "; ".join(f"{name} is slow, for it lacks {what}" for name, what in slow.items()) or
+            "bf16 and fp16 are not emulated",
+            "on this CPU train with --precision fp32",
         ),
         check_gpu_state(),
         check_horovod(),

@@ -54,7 +54,7 @@ from compare.running.launch import (
 from compare.running.scheduler import run_block
 from recipe.errors import UserError
 from recipe.files import write_json
-from recipe.record.schema import Summary
+from recipe.record.schema import Summary, rate_text
 
 REACH_QUESTION = (
     "do its workers reach each other? `python compare/doctor.py --hosts ...` tests the networks"
@@ -299,7 +299,7 @@ def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: flo
         ending += f"   killed leftover processes: {outcome.leftover_processes}"
     if outcome.status == "completed":
         speed = read_record(folder / "summary.json", Summary).images_per_second
-        shown = f"   {speed:>9,.0f} images/s" if speed is not None else ""
+        shown = f"   {rate_text(speed):>9} images/s" if speed is not None else ""
         print_line(f"{label}{shown}   {ending:>6}")
         return
     reason = f"exit code {outcome.exit_code}{'' if outcome.exit_code else ', but no summary.json'}"

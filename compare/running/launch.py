@@ -27,6 +27,7 @@ from compare.plan.environment import run_environment
 from compare.plan.plan import Outcome, Run, Status
 from compare.running.take_turns import busy_cpu_seconds, send_signal
 from recipe.files import write_json
+from recipe.record.schema import rate_text
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 POLL_SECONDS = 0.5  # between two checks of a run, and updates of its line on a terminal
@@ -54,7 +55,7 @@ def start_and_wait(
         speed = step.get("images_per_second")
         print_live([
             label,
-            f"step {step['step']:,}   {speed:,.0f} images/s" if speed else "",
+            f"step {step['step']:,}   {rate_text(speed)} images/s" if speed else "",
             f"running {duration(elapsed)}",
         ])  # fmt: skip
         return "completed" if end_after_steps and step["step"] >= end_after_steps else None

@@ -47,6 +47,7 @@ from recipe.record.schema import (
     EventLine,
     StepLine,
     Summary,
+    rate_text,
 )
 from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation, means
@@ -249,7 +250,8 @@ class Recorder:
         points = {f"Steps/{name.capitalize()}": value for name, value in points.items()}
         self.step_board.draw(last.step, points)
         self.console.latest = (
-            f", {speed:,.0f} images/s, loss {figures['loss']:.4f}, lr {last.learning_rate:.3g}"
+            f", {rate_text(speed)} images/s, loss {figures['loss']:.4f}, "
+            f"lr {last.learning_rate:.3g}"
         )
 
     def write_epoch(self, epoch: int) -> None:
@@ -267,7 +269,7 @@ class Recorder:
         )
         points = epoch_points("train", figures, seconds, speed)
         self.board.draw(epoch + 1, {**points, "Lr": self.steps[-1].learning_rate})
-        self.say(f"{self._figures_line(epoch, 'train', figures)}  {speed:,.0f} images/s")
+        self.say(f"{self._figures_line(epoch, 'train', figures)}  {rate_text(speed)} images/s")
         self.steps = []
 
     def write_evaluations(
@@ -332,7 +334,7 @@ class Recorder:
             best = max(self.evaluations, key=lambda line: line.top1)
             minutes, speed = summary.total_seconds / 60, summary.images_per_second
             took = f"{minutes / 60:.1f} h" if minutes >= 60 else f"{minutes:.1f} min"
-            rate = f", {speed:,.0f} images/s" if speed else ""
+            rate = f", {rate_text(speed)} images/s" if speed else ""
             yield f"best top-1 {best.top1:.2f} %, of epoch {best.epoch + 1}; {took}{rate}"
         yield f"run folder {folder}; curves: tensorboard --logdir {quote(f'{folder}/tensorboard')}"
         if config.keep_checkpoints and not config.evaluate:

@@ -33,6 +33,11 @@ Count = Annotated[int, Meta(ge=1, le=2**62)]
 Text = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$")]
 
 
+def rate_text(per_second: float) -> str:
+    """Print a rate, such as images per second: whole, or with two digits if it is below 10."""
+    return f"{per_second:#.2g}" if per_second < 9.95 else f"{per_second:,.0f}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings in config.json that are read by name; `flags` holds all, by Config's names."""
