@@ -6,16 +6,22 @@ comparisons that asked the same, their common ratio may be quoted, too.
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import permutations
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
 from compare.evidence import packed
-from compare.evidence.paired import Estimate
+from compare.evidence.goals import AT_GOAL, MISSED, OPEN, REACHED, Goal
+from compare.evidence.occasions import pool
+from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
 from compare.evidence.records import load_comparison
 from compare.evidence.words import interval_text, ratio_text
 from compare.page.allreduce import read_measurement
@@ -25,11 +31,12 @@ from compare.page.formats import as_markdown
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 LINK = re.compile(r"results/([\w.-]+/[\w.?*-]+)")
-NUMBER = r"(\d+(?:\.\d+)?)"
+NUMBER = r"(\d[\d,]*(?:\.\d+)?)"
 QUOTE = re.compile(
     rf"{NUMBER}(?: %| times as [^(,.]*)?(?: \(|, (?:95 % interval )?){NUMBER} to {NUMBER}(?!\.?\d)"
 )
 INTERVAL = re.compile(r"\d\.\d+ to \d\.\d+(?! %)")
+PICTURED = "xeon-amx-2-cores/2026-11-25-stock-1"
 Figures = tuple[float, float, float]  # a ratio and the ends of its interval
 
 
@@ -42,11 +49,11 @@ def figures_of(folder: str) -> Iterator[Figures]:
     """What one record says."""
     path = ROOT / "results" / folder
     if (path / "bench.json").exists():
-        # Recorded by an earlier `make bench`, whose rows are read by this test alone.
-        kept = map(json.loads, (path / packed.PACKED).read_text().splitlines())
-        found = next(one for one in kept if one["folder"] == ".").values()
-        rows = [row for one in found if isinstance(one, dict) for row in one.get("rows", ())]
-        yield from ((r["value"], r["low"], r["high"]) for r in rows if r["value"] and r["low"])
+        rows = [row for row in rows_of_bench(folder) if row["value"] and row["low"]]
+        yield from ((row["value"], row["low"], row["high"]) for row in rows)
+        for a, b in permutations([row["blocks"] for row in rows], 2):
+            if len(a) == len(b) and all((*a, *b)):  # sides that were compared with the same one
+                yield from figures(estimate_ratio(a, b))
     elif (path / "collectives.json").exists():
         measured = read_measurement(path)
         for one in measured.figures.values():
@@ -58,6 +65,13 @@ def figures_of(folder: str) -> Iterator[Figures]:
         found += [*report.interactions.values(), *(row["scaling"] for row in report.speed)]
         for one in found:
             yield from figures(one)
+
+
+def rows_of_bench(folder: str) -> list[dict[str, Any]]:
+    """The rows of an earlier `make bench`, which are read by these tests alone."""
+    kept = map(json.loads, (ROOT / "results" / folder / packed.PACKED).read_text().splitlines())
+    found = next(one for one in kept if one["folder"] == ".").values()
+    return [row for one in found if isinstance(one, dict) for row in one.get("rows", ())]
 
 
 def figures(one: Estimate | None) -> Iterator[Figures]:
@@ -122,7 +136,7 @@ def test_quoted_ratios_are_those_of_the_records(page: str) -> None:
         for quote in quotes:
             decimals = [len(number.partition(".")[2]) for number in quote.groups()]
             said = [
-                tuple(f"{v:.{n}f}" for v, n in zip(one, decimals, strict=True)) for one in known
+                tuple(f"{v:,.{n}f}" for v, n in zip(one, decimals, strict=True)) for one in known
             ]
             if quote.groups() not in said:
                 wrong.append(quote[0])
@@ -170,6 +184,116 @@ def test_other_quoted_figures_are_those_of_the_records() -> None:
     assert deviations and times
 
 
+GOAL_ROW = re.compile(
+    r"\| (?P<limit>[≥≤]) (?P<goal>[\d.,]+) \| (?P<measured>[^|]*) \| \d+ \| "
+    r"(?P<verdict>[a-z ]+?)(?:,| \|)"
+)
+
+
+def verdict_of(limit: str, least: float, low: float, high: float) -> str:
+    """What docs/performance.md says of an interval and a goal; of the worse end if it is to be
+    small."""
+    if limit == "≤":
+        least, low, high = 1 / least, 1 / high, 1 / low
+    if low >= least:
+        return REACHED
+    if high < least:
+        return MISSED
+    tolerated = Goal(question="", name="", least=least, unit="" if least < 100 else "images/s")
+    return AT_GOAL if low >= tolerated.tolerated else OPEN
+
+
+@pytest.mark.parametrize("page", ["docs/performance.md", "docs/gpu.md"])
+def test_quoted_verdicts_follow_from_the_quoted_intervals(page: str) -> None:
+    rows = [*GOAL_ROW.finditer((ROOT / page).read_text())]
+    assert len(rows) > 4
+    for row in rows:
+        least = float(row["goal"].replace(",", ""))
+        for quote in QUOTE.finditer(row["measured"]):
+            _, low, high = (float(number.replace(",", "")) for number in quote.groups())
+            assert verdict_of(row["limit"], least, low, high) == row["verdict"], row[0]
+
+
+def test_the_confidence_of_the_rows_of_earlier_benchmarks_is_said() -> None:
+    page = (ROOT / "docs/performance.md").read_text()
+    records = re.findall(r"results/([^)]*-bench)/table\.md\) \(([^)]*)\)", page)
+    of_row = dict[int, set[float]]()
+    for folder, told in records:
+        shown = {int(number) for number in re.findall(r"\d+", told)}
+        for row in rows_of_bench(folder):
+            if row["number"] in shown - {10} and row["low"]:
+                logs = [math.log(ratio) for ratio in row["blocks"]]
+                known = [estimate_logs(logs, one) for one in (0.95, 1 - 0.05 / 3)]
+                width = row["high"] / row["low"]
+                found = min(known, key=lambda one: abs(one.high / one.low - width))
+                of_row.setdefault(row["number"], set()).add(found.confidence)
+    assert [*sorted(of_row)] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14]
+    of_95 = re.search(r"intervals of rows ([\d, and]+) are of 95 %", page)
+    assert of_95
+    assert {row for row, found in of_row.items() if found == {0.95}} == {
+        int(row) for row in re.findall(r"\d+", of_95[1])
+    }
+    assert all(len(found) == 1 for found in of_row.values())
+
+
+def all_reports() -> list[Report]:
+    """Those of all recorded comparisons."""
+    found = sorted((ROOT / "results").glob("*/*/plan.json"))
+    return [report_of(str(path.parent.relative_to(ROOT / "results"))) for path in found]
+
+
+def test_the_page_says_how_much_occasions_differed() -> None:
+    """The standard deviations between occasions of everything that was measured more than once."""
+    asked = defaultdict[Any, list[Report]](list)
+    for report in all_reports():
+        asked[report.comparison.folder.parent, report.comparison.plan.question].append(report)
+    largest = {True: 0.0, False: 0.0}  # of squares, of others
+    for reports in asked.values():
+        if len(reports) < 2:
+            continue
+        is_square = "square" in reports[0].comparison.folder.name
+        for row in SideBySide(reports).occasions:
+            _, spread = pool([one for one in row["found"] if one])
+            largest[is_square] = max(largest[is_square], spread)
+    [limit] = [one for one in report_of(PICTURED).limits if one.startswith("Other occasions")]
+    of_all, of_squares = (float(one) for one in re.findall(r"([\d.]+) %", limit))
+    assert of_squares == round(100 * largest[True], 1)
+    assert of_all == round(100 * max(largest.values()), 1)
+
+
+def test_the_docs_say_how_long_a_block_takes() -> None:
+    seconds = [
+        fmean(block.seconds / len(block.order) for blocks in by_place for block in blocks)
+        for by_place in (report.comparison.turns.values() for report in all_reports())
+        if any(by_place)
+    ]
+    told = f"took {min(seconds):.0f} to {max(seconds):.0f} s for each of its sides"
+    assert told in (ROOT / "docs/comparing.md").read_text()
+
+
+def test_the_docs_say_where_the_difference_of_the_squares_lies() -> None:
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    for number in (1, 2):
+        report = report_of(f"xeon-amx-2-cores/2026-11-25-square-{number}")
+        row = next(one for one in report.phase_differences if "gloo − " in one["configuration"])
+        mean, half = (1000 * part for part in row["exposed_communication_seconds"])
+        assert f"({-mean:.1f} ± {half:.1f} ms)" in page
+        assert row["step_seconds"].mean == pytest.approx(
+            -0.030 if number == 1 else -0.028, abs=5e-4
+        )
+
+
+def test_a_record_that_an_earlier_rule_ended_says_so() -> None:
+    """Their plans give the number of blocks that they had reached, as if it had been asked for."""
+    ended = [
+        report.comparison.folder.name
+        for report in all_reports()
+        if "not fixed before" in str(report.notices)
+    ]
+    assert len(ended) == 11
+    assert "2026-11-25-square-1" in ended and "2026-11-25-stock-1" not in ended
+
+
 def test_the_ladders_figures_are_those_of_its_record() -> None:
     """Images/s, memory and network of each rung."""
     page = (ROOT / "docs/ladder.md").read_text()
@@ -184,6 +308,6 @@ def test_the_ladders_figures_are_those_of_its_record() -> None:
 
 def test_the_picture_of_the_readme_is_of_its_record() -> None:
     picture = (ROOT / "docs/verdict.svg").read_text()
-    for verdict in report_of("xeon-amx-2-cores/2026-11-25-stock-1").verdicts:
+    for verdict in report_of(PICTURED).verdicts:
         assert verdict.speed
         assert f"{ratio_text(verdict.speed)}, {interval_text(verdict.speed)}" in picture

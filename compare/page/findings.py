@@ -222,9 +222,10 @@ class Report:
              "the fewer threads each has. The column “scaling” shows how well those cores were "
              "used, not what a second machine would bring."),
             (bool(widths), "Other occasions. An interval describes this hour on this machine. When "
-             "squares of engines and transports were repeated on the recorded machines, their "
-             "ratios differed between occasions by a standard deviation of up to 3.5 %. Measure "
-             "again at other hours, and give report.py all folders."),
+             "comparisons were repeated on the recorded machines, their ratios differed between "
+             "occasions by a standard deviation of up to 6.1 % (two occasions of engines as they "
+             "come; up to 3.5 % in squares of engines and transports). Measure again at other "
+             "hours, and give report.py all folders."),
             (bool(widths), "Small differences. With intervals this wide, a true difference of "
              f"{shown} is shown with a probability of 80 %, and one of two thirds of that with "
              "50 %. Some verdicts may show smaller ones."),
