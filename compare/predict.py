@@ -30,7 +30,7 @@ from tyro.conf import Positional, arg
 from compare.evidence.words import count
 from compare.page.chart import COLOURS, MARKERS, Layer, Plot, Scale, linear, template
 from compare.page.tables import Column, Table, table_text
-from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_runs
+from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_runs, unequal_in
 from compare.prediction.model import Cluster, Prediction, at_batch, fit, named_network, predict_step
 from recipe.command import run_tool
 from recipe.errors import UserError, near_match, refuse
@@ -117,8 +117,16 @@ def predict(
         for run in runs_of_it
         if run.workers > 1 and not run.is_pair
     ]
+    doubts = [one.doubt for runs_of_it in measured.values() for one in runs_of_it if one.doubt]
+    doubts += [
+        f"{name}: the runs differ in {'; '.join(unequal)}"
+        for name, runs_of_it in measured.items()
+        for unequal in [unequal_in(runs_of_it)]
+        if unequal
+    ]
+    notes += [f"Warning: nothing is to be concluded: {doubt}" for doubt in dict.fromkeys(doubts)]
     if checks:
-        notes.append(summary_of(checks))
+        notes += [] if doubts else [summary_of(checks)]
         tables["Measured, and predicted without it"] = checks
     shown = [table_of(name, rows) for name, rows in tables.items()]
     if html:

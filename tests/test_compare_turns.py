@@ -88,9 +88,11 @@ def test_the_square_parts_engine_and_transport(square):
     assert verdicts[2].equal_weights  # of the full runs
     assert "corrected by Holm's method" in correction_text(square, verdicts)
     # An interaction needs pairs that connect the square.
-    pairs = (("ddp-mpi", "horovod-mpi"), ("ddp-mpi", "ddp-torchrun"))
-    plan = structs.replace(square.plan, judged_pairs=pairs)
-    assert interaction(square, "", 2, judge(replace(square, plan=plan))) is None
+    two = (("ddp-mpi", "horovod-mpi"), ("ddp-mpi", "ddp-torchrun"))
+    triangle = (*two, ("ddp-torchrun", "horovod-mpi"))  # nothing is known of the fourth corner
+    for pairs in (two, triangle):
+        plan = structs.replace(square.plan, judged_pairs=pairs)
+        assert interaction(square, "", 2, judge(replace(square, plan=plan))) is None
 
 
 @pytest.mark.parametrize(("plan", "words"), [

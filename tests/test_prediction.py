@@ -367,3 +367,27 @@ def test_the_docs_tell_the_errors_of_the_recorded_check_by_turns(
         f"over eight held-out points the median error is {found[1]} % and the largest {found[2]} "
         f"%; seven are inside their interval (`{folder}`)"
     ) in page
+
+
+def test_an_unfinished_comparison_checks_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever may stop where the error pleases finds a model that is right."""
+    folder = "results/xeon-amx-2-cores/2026-11-27-prediction-by-turns"
+    copy = Path(shutil.copytree(ROOT / folder, tmp_path / "check"))
+    plan = json.loads((copy / "plan.json").read_text())
+    plan |= {"blocks": 3, "ends": [*plan["ends"], {**plan["ends"][0], "blocks": 3}]}
+    (copy / "plan.json").write_text(json.dumps(plan))
+    assert predict.main([str(copy)]) == 0
+    told = capsys.readouterr().out
+    assert "the measurement is not finished: 2 of 3 blocks" in told
+    assert "Checked here" not in told and "Measured, and predicted without it" in told
+
+
+def test_runs_that_one_prediction_must_not_mix_are_named(runs, capsys):
+    path = runs / "two/environment.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "2.15.0"}))
+    write_run(runs / "four", 4, 0.4)
+    assert predict.main([str(runs)]) == 0
+    told = capsys.readouterr().out
+    assert "the runs differ in torch: 2.14.1, 2.15.0" in told and "Checked here" not in told

@@ -257,10 +257,11 @@ def interaction(
     transport divided by that over the other. None unless judged pairs that differ in nothing else
     connect all corners of a square: only for such pairs is it known that nothing else differs."""
     corners = [*comparison.square.values()]
-    known = [
-        one for one in verdicts if {one.first, one.second} <= {*corners} and one.speed is not None
-    ]
-    if len(known) < 3:  # it takes three pairs to connect four corners
+    known = [{one.first, one.second} for one in verdicts if one.speed is not None]
+    joined = {*corners[:1]}
+    for _ in corners:
+        joined = joined.union(*(pair for pair in known if pair & joined and pair <= {*corners}))
+    if not corners or joined != {*corners}:
         return None
     powers = dict(zip(corners, (1, -1, -1, 1), strict=True))
     blocks = [one for one in comparison.blocks(case, workers) if {*corners} <= {*one.order}]

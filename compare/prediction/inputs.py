@@ -10,15 +10,23 @@ from statistics import median
 import numpy as np
 
 from compare.evidence import packed
+from compare.evidence.equality import compare_facts, difference_text
+from compare.evidence.judgement import find
 from compare.evidence.profiles import BYTES, RecordedGradients
 from compare.evidence.reading import read_metrics, read_record
-from compare.evidence.records import load_comparison
+from compare.evidence.records import CellKey, Comparison, load_comparison
+from compare.evidence.stopping import unfinished
 from compare.evidence.turns import Block
+from compare.evidence.words import place_text, short
 from compare.plan.configurations import PEERS
 from recipe.errors import refuse
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 
 MIB = 1 << 20
+# What the runs of one prediction share. Numbers of threads may differ, as those of workers do.
+ALIKE = (
+    "precision", "train_crop_size", "channels_last", "compile", "cpu_model", "device_name", "torch"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +147,7 @@ class MeasuredRun:
     summary: Summary
     phases: dict[str, float]  # seconds of a step, by the names of Inputs
     spread: float
+    doubt: str = ""  # why its comparison may conclude nothing from it
 
     @property
     def seconds(self) -> float:
@@ -169,11 +178,45 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     if not (path / "plan.json").exists():
         return [read_run(one.parent) for one in sorted(path.rglob("summary.json"))]
     comparison = load_comparison(path)
+    doubts = doubts_of(comparison)
     return [
-        by_turns(read_run(run.folder), comparison.blocks_of(run.cell), run.configuration)
+        replace(
+            by_turns(read_run(run.folder), comparison.blocks_of(run.cell), run.configuration),
+            doubt=doubts.get(run.cell, ""),
+        )
         for run in comparison.complete
         if run.engine in PEERS
     ]
+
+
+def doubts_of(comparison: Comparison) -> dict[CellKey, str]:
+    """Return why nothing may be concluded from a cell of a comparison, for each of which that is
+    so: by the judgement that its verdicts obey."""
+    missing, doubts = unfinished(comparison), dict[CellKey, str]()
+    for place in comparison.plan.groups():
+        facts = compare_facts(comparison, *place)
+        for name in comparison.configurations:
+            found = find(comparison, place, {name: 1}, facts, missing)
+            why = [*map(difference_text, found.differences)]
+            if not found.is_finished:
+                why.append(f"the measurement is not finished: {missing[place]}")
+            if why:
+                where = f"{comparison.folder}, {place_text(*place)}"
+                case, workers = place
+                doubts[case, workers, name] = f"{where}: {'; '.join(why)}"
+    return doubts
+
+
+def unequal_in(runs: Sequence[MeasuredRun]) -> list[str]:
+    """Return in what runs differ that one prediction must not mix, in words."""
+    unequal = list[str]()
+    for name in ALIKE:
+        values = {
+            short(one.config.flags.get(name, getattr(one.environment, name, None))) for one in runs
+        }
+        if len(values) > 1:
+            unequal.append(f"{name}: {', '.join(sorted(values))}")
+    return unequal
 
 
 def by_turns(run: MeasuredRun, blocks: Sequence[Block], side: str) -> MeasuredRun:
