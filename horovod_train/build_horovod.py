@@ -252,7 +252,9 @@ def pip(*words: str) -> None:
 
 def cache_of(facts: dict[str, Any]) -> Path:
     """Return the folder of the wheel that is built from these facts."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if base.startswith("~"):
+        raise BuildError("HOME is not set, and this user has no home folder: set HOME.")
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     name = f"{sys.implementation.cache_tag}-{'nccl' if facts['gpu'] else 'cpu'}-{digest}"
     return Path(base, "imagenet-horovod-ddp", "horovod-wheels", f"torch{facts['torch']}-{name}")

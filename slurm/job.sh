@@ -20,7 +20,7 @@ export PET_LOG_DIR=/dev/null  # torchrun would leave an empty folder in TMPDIR
 if [ -e slurm/site.sh ]; then . slurm/site.sh; fi
 if [ -n "${VENV:-}" ] || [ -e .venv ]; then . "${VENV:-.venv}/bin/activate"; fi
 RUNS=${RUNS:-runs}
-NAME=${NAME:-$SLURM_JOB_NAME-$SLURM_JOB_ID}
+NAME=${NAME:-${SLURM_JOB_NAME//\//-}-$SLURM_JOB_ID}  # a job's name may have slashes
 folder=$RUNS/$NAME
 case $NAME in */*) refuse "NAME=$NAME: a run's name has no slash; the folder is RUNS" ;; esac
 for word in "$@"; do  # the arguments of the script that sources this

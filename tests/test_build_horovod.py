@@ -52,6 +52,14 @@ def test_key_is_made_of_facts_flags_and_patches(monkeypatch, tmp_path):
     assert build_horovod.cache_of(build_horovod.gather_facts(args)[0]) != plain
 
 
+def test_a_cache_without_a_home_folder(monkeypatch):
+    monkeypatch.setattr("os.getuid", lambda: 123_456_789)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(build_horovod.BuildError, match="set HOME"):
+        build_horovod.cache_of(FACTS)
+
+
 def test_a_build_that_fails_leaves_no_entry_in_the_cache(tmp_path, monkeypatch):
     """Of the archive whose hash pip is told, and compares before it runs anything of it."""
     asked, cache = [], tmp_path / "wheels" / "key"

@@ -490,6 +490,21 @@ def test_what_cannot_be_read_is_not_damaged(
     assert everything_in(tmp_path) == before
 
 
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_a_folder_in_place_of_a_file(inner: str, tmp_path: Path) -> None:
+    """It can be read; what is missing is which file of it."""
+    run_folder = tmp_path / "first"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    config = replace(CONFIG, name="second", resume=str(run_folder / inner))
+    with pytest.raises(UserError, match="is a folder; it holds no checkpoints; give a file"):
+        find_checkpoint(config, tmp_path / "second")
+    for step in (10, 20):
+        keep(run_folder, step, None, Progress())
+    words = rf"give --log-dir {tmp_path} --name first --resume auto; .*/step-000000020.pt$"
+    with pytest.raises(UserError, match=words):
+        find_checkpoint(config, tmp_path / "second")
+
+
 @pytest.fixture
 def whole(tmp_path: Path) -> bytes:
     save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, DATA))

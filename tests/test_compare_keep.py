@@ -56,6 +56,16 @@ def report_of(folder: Path, capsys) -> str:
     return keep.without_paths(said.replace(folder.name, "NAME"))
 
 
+@pytest.mark.parametrize("home", [None, "/"])
+def test_a_user_without_a_home_folder(home, monkeypatch):
+    """As in a container that runs under a number which its passwd does not have."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 123_456_789)
+    if home:
+        monkeypatch.setenv("HOME", home)
+    assert keep.without_paths(f"https://a/b {ROOT}/c") == "https://a/b ./c"
+
+
 def test_a_comparison_is_kept_and_says_what_it_said(comparison, capsys):
     kept = kept_of(comparison)
     assert capsys.readouterr().out == f"kept: {kept}\n"

@@ -665,6 +665,9 @@ def test_hosts_of_a_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_program(tmp_path / "scontrol", names)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_allocation() == "rack1:4,rack2:4,rack3:2"
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")  # another job's
+    with pytest.raises(UserError, match=r"names 3 nodes, but SLURM_TASKS_PER_NODE=4\(x2\) is of 2"):
+        read_allocation()
     write_program(tmp_path / "scontrol", "echo Invalid hostlist >&2; exit 1")
     with pytest.raises(UserError, match=r"rack\[1-3\].*Invalid hostlist"):
         read_allocation()

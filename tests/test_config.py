@@ -626,13 +626,21 @@ def test_cache_folder(environ: dict[str, str], folder: str) -> None:
     assert text == f"{folder}imagenet-horovod-ddp\n"
 
 
-@pytest.mark.parametrize("user", ["~", "~nosuchuser"])
+@pytest.mark.parametrize(
+    ("user", "reason"),
+    [
+        ("~", "HOME is not set, and user 123456789 has no home folder: set HOME, or"),
+        ("~nosuchuser", "there is no user nosuchuser: correct it, or"),
+    ],
+)
 @pytest.mark.parametrize("flag", [*map(spelled, config_module.PATHS), "--knobs"])
-def test_a_home_that_there_is_not(flag: str, user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_there_is_not(
+    flag: str, user: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also this user's, in a container that runs under a number that its passwd does not have."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 123_456_789)
-    with pytest.raises(UserError, match=f"^{flag} {user}/x: {user} is no home folder here"):
+    with pytest.raises(UserError, match=f"^{flag} {user}/x: {reason} give {flag} a"):
         read_flags("ddp", 1, ["--cache-dir", "/c", flag, f"{user}/x"], talk=False)
 
 

@@ -412,6 +412,21 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {},
         ["python -m recipe.data.prepare sort-val {train} --labels"],
     ),
+    "the same with classes in names": (
+        "train/ILSVRC2012_val_00000001_n01440764.JPEG",
+        {},
+        ["python -m recipe.data.prepare sort-val {train}"],
+    ),
+    "flat training images": (
+        "train/n01440764_10026.JPEG train/n01440764_10027_n01440764.JPEG",
+        {},
+        ["python -m recipe.data.prepare sort-val {train}"],
+    ),
+    "Tiny ImageNet's val": (
+        "train/images/val_0.JPEG train/val_annotations.txt",
+        {},
+        ["sort-val {train} --labels {train}/val_annotations.txt"],
+    ),
     "half of it sorted": (
         "train/ILSVRC2012_val_00000001.JPEG train/n01440764/ILSVRC2012_val_00000004.JPEG",
         {},

@@ -182,6 +182,42 @@ def test_flat_folder(val: Path, archives: Path, table: Path, with_devkit: bool) 
     assert list_images(val, val.parent / "cache").classes == tuple(CLASSES)
 
 
+def test_a_table_that_a_spreadsheet_has_written(val: Path, table: Path) -> None:
+    """With a mark of its encoding before the first column's name."""
+    table.write_bytes(b"\xef\xbb\xbf" + table.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_labels(table) == LABELS
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["ILSVRC2012_val_{:08}_{}.JPEG", "{1}_{0}.JPEG", "{1}_{0}_{1}.JPEG"],  # of train: its two
+)
+def test_names_that_hold_the_class(pattern: str, tmp_path: Path) -> None:
+    """As in Hugging Face's archives; no file of labels is needed."""
+    names = {pattern.format(number, CLASSES[number % 2]): CLASSES[number % 2] for number in (1, 2)}
+    for name in names:
+        (tmp_path / name).touch()
+    assert main(["sort-val", str(tmp_path)]) == 0
+    assert set(tree(tmp_path)) == {f"{label}/{name}" for name, label in names.items()}
+    assert sort_val(tmp_path) == [f"{tmp_path}: moved 0 images, 2 were in place"]
+    (tmp_path / "ILSVRC2012_val_00000003.JPEG").touch()
+    with pytest.raises(UserError, match=r"without a label: .*3 \(1 in all\). Give a label file"):
+        sort_val(tmp_path)
+
+
+def test_tiny_imagenet(tmp_path: Path) -> None:
+    labels = tmp_path / "val_annotations.txt"
+    rows = (f"val_{number}.JPEG\t{CLASSES[1 - number]}\t0\t32\t44\t62\n" for number in (0, 1))
+    labels.write_text("".join(rows))
+    (tmp_path / "images").mkdir()
+    for number in (0, 1):
+        (tmp_path / f"images/val_{number}.JPEG").touch()
+    assert sort_val(tmp_path, labels) == [f"{tmp_path}: moved 2 images, 0 were in place"]
+    assert set(tree(tmp_path)) == {f"{CLASSES[1]}/val_0.JPEG", f"{CLASSES[0]}/val_1.JPEG"}
+    assert not (tmp_path / "images").exists(), "it would count as a class"
+    assert list_images(tmp_path, tmp_path.parent / "cache").classes == tuple(CLASSES[:2])
+
+
 @pytest.mark.parametrize("num_renames", [0, 1, 9])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(122, "Disk quota exceeded")])
 def test_sorting_that_is_interrupted_and_resumed(

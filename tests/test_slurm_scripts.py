@@ -73,6 +73,14 @@ def test_a_job_asks_the_project_for_hosts_and_a_port(tmp_path: Path) -> None:
     assert hosts == "a:4,b:4" and port.isdecimal()
 
 
+def test_a_job_whose_name_has_a_slash(tmp_path: Path) -> None:
+    code = '. slurm/job.sh; echo "$folder"'
+    done = run_in_job(tmp_path, code, SLURM_JOB_NAME="net/big", RUNS=f"{tmp_path}/runs")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/runs/net-big-7\n")
+    done = run_in_job(tmp_path, code, NAME="net/big")
+    assert done.returncode == 2 and "a run's name has no slash" in done.stderr
+
+
 @pytest.mark.parametrize("flag", ["--name", "--log-dir=runs"])
 def test_flags_that_the_scripts_need_for_themselves_are_refused(flag: str, tmp_path: Path) -> None:
     done = run_in_job(tmp_path, f"set -- --batch-size 3 {flag} other; . slurm/job.sh; echo on")

@@ -50,7 +50,8 @@ def short(value: Any) -> str:
 def without_paths(text: str) -> str:
     """Replace the project's folder and the home directory, which mean nothing on other machines."""
     shortened = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)
-    return shortened.replace(f"{Path.home()}/", "~/")
+    home = os.path.expanduser("~")  # "~" if there is none, and "/" in some containers
+    return shortened if home == "/" else shortened.replace(f"{home}/", "~/")
 
 
 def digits(estimate: Estimate) -> int:

@@ -144,8 +144,14 @@ def read_allocation() -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         stderr = getattr(error, "stderr", "").strip()
         raise UserError(f"--hosts slurm: the nodes are unknown: {error} {stderr}") from None
-    nodes_and_tasks = zip(done.stdout.split(), tasks_per_node(tasks), strict=True)
-    return ",".join(f"{node}:{count}" for node, count in nodes_and_tasks)
+    names, counts = done.stdout.split(), tasks_per_node(tasks)
+    if len(names) != len(counts):
+        raise UserError(
+            f"--hosts slurm: SLURM_JOB_NODELIST={nodes} names {len(names)} nodes, but "
+            f"SLURM_TASKS_PER_NODE={tasks} is of {len(counts)}: one of them is another job's; name "
+            "the hosts"
+        )
+    return ",".join(f"{node}:{count}" for node, count in zip(names, counts, strict=True))
 
 
 def placement(workers: int, hosts: str) -> dict[str, int]:

@@ -384,7 +384,13 @@ PASSED_OVER = re.compile(
 )
 # ImageNet's names.
 CLASS_NAME = re.compile(r"n\d{8}")
-VAL_IMAGE = re.compile(r"(ILSVRC2012_val_\d{8})\.jpe?g", re.IGNORECASE)
+# Images in a folder without class folders: those of ImageNet's validation set, of Tiny ImageNet's,
+# and of training sets. Names of training images, and those in other archives than ImageNet's own,
+# hold the class.
+FLAT_IMAGE = re.compile(
+    r"(ILSVRC2012_val_\d{8}|val_\d+|n\d{8}_\d+)(?:_n\d{8})?\.jpe?g", re.IGNORECASE
+)
+TINY_IMAGES, TINY_LABELS = "images", "val_annotations.txt"  # in Tiny ImageNet's val
 # The folder that prepare.py keeps beside its output until that is complete.
 UNFINISHED = ".unfinished"
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
@@ -403,13 +409,23 @@ def first_few(names: list[str], count: int = 3) -> str:
 def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> None:
     """Raise UserError unless the `folders` in `root` can be class folders. `root` may instead be
     one of ImageNet's archives half unpacked, hold train/ and val/, or hold only images."""
-    is_flat = any(VAL_IMAGE.fullmatch(name) for name in files)
+    flat = [name for name in files if FLAT_IMAGE.fullmatch(name)]
+    # Beside class folders only images of the validation set show that some are not sorted yet.
+    has_val = any(name.upper().startswith("ILSVRC2012") for name in flat)
+    is_flat = has_val or (flat and not folders)
+    has_classes = any(CLASS_NAME.search(name) for name in flat)
+    sorting = f"python -m recipe.data.prepare sort-val {shlex.quote(str(root))}"
+    if not has_classes:
+        sorting += " --labels LOC_val_solution.csv (Kaggle's file, or ILSVRC2012_devkit_t12.tar.gz)"
+    is_tiny = TINY_IMAGES in folders and TINY_LABELS in files
     refuse(
         (is_flat,
-         f"{root}: holds images of ImageNet's validation set without class folders, as its "
-         f"archive has them. Sort them with: python -m recipe.data.prepare sort-val "
-         f"{shlex.quote(str(root))} --labels LOC_val_solution.csv (Kaggle's file, or "
-         "ILSVRC2012_devkit_t12.tar.gz)"),
+         f"{root}: holds images of ImageNet without class folders, as archives have them. Sort "
+         f"them with: {sorting}"),
+        (is_tiny,
+         f"{root}: is Tiny ImageNet's validation set, without class folders. Sort it with: "
+         f"python -m recipe.data.prepare sort-val {shlex.quote(str(root))} "
+         f"--labels {shlex.quote(str(root / TINY_LABELS))}"),
         ("train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders),
          f"{root}: holds {' and '.join(sorted(folders))}, not class folders. "
          f"Name it with --data {root}, or its parts with --train-dir and --val-dir."),

@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from json import dumps
@@ -34,10 +34,11 @@ from recipe.data.decoding import ONE_IN, decode, image_size, suspect
 from recipe.data.image_folder import (
     CLASS_NAME,
     DAMAGE,
+    FLAT_IMAGE,
     PASSED_OVER,
     SPLIT_NAMES,
+    TINY_IMAGES,
     UNFINISHED,
-    VAL_IMAGE,
     Listing,
     check_train_and_val,
     first_few,
@@ -125,12 +126,13 @@ def _unpack(part: str, archive: Path, folder: Path) -> None:
         ) from error
 
 
-# -- ImageNet's flat validation folder -------------------------------------------------------------
+# -- Images without class folders ------------------------------------------------------------------
 
 
 def read_labels(file: Path) -> dict[str, str]:
-    """Return the class (n01440764) of each image (its name without suffix), from Kaggle's table or
-    ImageNet's development kit. UserError if `file` is neither."""
+    """Return the class (n01440764) of each image (its name without suffix), from Kaggle's table,
+    ImageNet's development kit or Tiny ImageNet's annotations. UserError if `file` is none of
+    them."""
     if file.suffix in (".gz", ".tgz"):
         from torchvision.datasets.imagenet import load_meta_file
 
@@ -139,40 +141,55 @@ def read_labels(file: Path) -> dict[str, str]:
             _, classes = load_meta_file(folder)
         return {f"ILSVRC2012_val_{number:08}": name for number, name in enumerate(classes, 1)}
     try:
-        with open(file, newline="", encoding="utf-8") as stream:
-            # PredictionString is class and box, class and box, ...
-            rows = [(row["ImageId"], row["PredictionString"]) for row in csv.DictReader(stream)]
-        labels = {image: boxes.split()[0] for image, boxes in rows}
+        with open(file, newline="", encoding="utf-8-sig") as stream:  # programs write BOMs
+            labels = _labels_of_lines(stream, file.suffix == ".csv")
         for image, name in labels.items() or {("", "")}:
-            if not VAL_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
+            if not FLAT_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
                 raise ValueError(f"{image!r} with class {name!r} is not an image of ImageNet")
         return labels
-    except (OSError, ValueError, csv.Error, KeyError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, csv.Error, AttributeError, IndexError) as error:
         raise UserError(
             f"{file}: cannot be read as a table of labels ({error}). Give Kaggle's "
-            "LOC_val_solution.csv, or ImageNet's ILSVRC2012_devkit_t12.tar.gz."
+            "LOC_val_solution.csv, ImageNet's ILSVRC2012_devkit_t12.tar.gz, or Tiny ImageNet's "
+            "val_annotations.txt."
         ) from error
 
 
-def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
+def _labels_of_lines(lines: Iterable[str], has_header: bool) -> dict[str, str]:
+    """Return the class of each image in a table: Kaggle's with a header, or Tiny ImageNet's."""
+    if not has_header:  # name, class and box, with tabs between them
+        rows = [line.split("\t") for line in lines]
+        return {os.path.splitext(row[0])[0]: row[1] for row in rows}
+    table = csv.DictReader(lines)
+    if not {"ImageId", "PredictionString"} <= {*(table.fieldnames or ())}:
+        raise ValueError(f"its columns are {table.fieldnames}, not ImageId and PredictionString")
+    # PredictionString is class and box, class and box, ...
+    return {row["ImageId"]: row["PredictionString"].split()[0] for row in table}
+
+
+def sort_val(val_dir: Positional[Path], labels: Path | None = None) -> list[str]:
     """Sort ImageNet's flat validation folder into class folders.
 
     ImageNet's archive of validation images (and Kaggle's) has all 50,000 in one folder; a second
-    file gives the class of each. Everything is checked before the first image is moved, and nothing
-    is copied or deleted. UserError, with what to do, if images and labels do not match.
+    file gives the class of each. Other archives have it in the images' names, also of training
+    images. Everything is checked before the first image is moved, and nothing is copied or deleted.
+    UserError, with what to do, if images and labels do not match.
 
     Args:
-        val_dir: Folder with ILSVRC2012_val_*.JPEG.
-        labels: LOC_val_solution.csv from Kaggle, or ILSVRC2012_devkit_t12.tar.gz.
+        val_dir: Folder with ILSVRC2012_val_*.JPEG, or Tiny ImageNet's val.
+        labels: LOC_val_solution.csv from Kaggle, ILSVRC2012_devkit_t12.tar.gz, or Tiny ImageNet's
+            val_annotations.txt. Not needed if the images' names hold their classes.
     """
-    class_of = read_labels(labels)
-    paths = [*val_dir.glob("*"), *val_dir.glob("n*/*")]
-    images = [(match[1], path) for path in paths if (match := VAL_IMAGE.fullmatch(path.name))]
-    flat = {image: path for image, path in images if path.parent == val_dir}
-    in_place = {image: path.parent.name for image, path in images if path.parent != val_dir}
+    unsorted = (val_dir, val_dir / TINY_IMAGES)
+    paths = [*val_dir.glob("*"), *val_dir.glob("n*/*"), *unsorted[1].glob("*")]
+    images = [(match[1], path) for path in paths if (match := FLAT_IMAGE.fullmatch(path.name))]
+    flat = {image: path for image, path in images if path.parent in unsorted}
+    in_place = {image: path.parent.name for image, path in images if path.parent not in unsorted}
+    class_of = classes_in_names(images) if labels is None else read_labels(labels)
     misplaced = {image for image, name in in_place.items() if class_of.get(image) != name}
+    remedy = "Is it the right label file?" if labels else "Give a label file with --labels."
     mistakes = (
-        (flat.keys() - class_of.keys(), "without a label: {}. Is it the right label file?"),
+        (flat.keys() - class_of.keys(), f"without a label: {{}}. {remedy}"),
         (in_place.keys() & flat.keys(), "both here and in a class folder: {}. Delete one of each."),
         (misplaced, "in the wrong class folder, by the labels: {}. Move them back into {dir}."),
         (class_of.keys() - flat.keys() - in_place.keys(), "missing: {}. Unpack the archive again."),
@@ -184,7 +201,15 @@ def sort_val(val_dir: Positional[Path], labels: Path) -> list[str]:
         for image, path in sorted(flat.items()):  # by renaming: no image is ever half moved
             (val_dir / class_of[image]).mkdir(exist_ok=True)
             os.rename(path, val_dir / class_of[image] / path.name)
+        if unsorted[1].exists():  # it would count as a class
+            unsorted[1].rmdir()
     return [f"{val_dir}: moved {len(flat):,} images, {len(in_place):,} were in place"]
+
+
+def classes_in_names(images: Iterable[tuple[str, Path]]) -> dict[str, str]:
+    """Return the class in each image's name, of those that have one."""
+    found = ((image, CLASS_NAME.search(path.name)) for image, path in images)
+    return {image: match[0] for image, match in found if match}
 
 
 # -- Shards ----------------------------------------------------------------------------------------

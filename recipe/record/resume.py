@@ -212,6 +212,8 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     """
     if config.resume is not None and config.resume != "auto":
         path = Path(config.resume)
+        if path.is_dir():
+            raise UserError(f"--resume {path}: is a folder; {_file_in(path)}")
         problem = f"--resume {path}: is damaged, or is not a checkpoint of this project"
         refuse((not _is_whole(path), problem))
         return path
@@ -236,6 +238,18 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
             f"{instead}, or start a new run under another --name"
         )
     return None
+
+
+def _file_in(folder: Path) -> str:
+    """Return what to give to --resume in place of a folder."""
+    run_folder = folder.parent if folder.name == "checkpoints" else folder
+    if not (files := checkpoints_in(run_folder / "checkpoints")):
+        return "it holds no checkpoints; give a file, such as RUN/checkpoints/step-000000500.pt"
+    name, parent = run_folder.resolve().name, run_folder.resolve().parent
+    return (
+        f"to resume this run give --log-dir {parent} --name {name} --resume auto; to start another "
+        f"one from it give a file, such as {files[-1]}"
+    )
 
 
 def _is_whole(path: Path) -> bool:

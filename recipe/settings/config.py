@@ -200,10 +200,11 @@ def home_path(flag: str, name: str) -> str:
     such home folder."""
     path = os.path.expanduser(name)
     if path.startswith("~"):
-        raise UserError(
-            f"{flag} {name}: {name.partition('/')[0]} is no home folder here (no such user, or "
-            "HOME is not set); write the path out"
-        )
+        user = name.partition("/")[0].removeprefix("~")
+        problem = f"there is no user {user}: correct it"
+        if not user:
+            problem = f"HOME is not set, and user {os.getuid()} has no home folder: set HOME"
+        raise UserError(f"{flag} {name}: {problem}, or give {flag} a path without ~")
     return path
 
 
