@@ -3,7 +3,9 @@
 import functools
 import json
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -26,7 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make a test run end in order by SIGTERM (a time limit, a cancelled job) as by Ctrl-C:
     launched processes and network namespaces go with it. And let what the tests start be
-    interrupted though they were themselves started in the background, where SIGINT is ignored."""
+    interrupted though they were themselves started in the background, where SIGINT is ignored.
+    They have a home of their own: neither the user's settings nor caches, such as horovodrun's, of
+    which hosts it can reach, are theirs, and a user may have no home."""
+    home = tempfile.mkdtemp(prefix="home-")
+    config.add_cleanup(functools.partial(shutil.rmtree, home, ignore_errors=True))
+    os.environ["HOME"] = home
+    os.environ.pop("XDG_CACHE_HOME", None)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     both = filter(None, (config.option.part, config.option.markexpr))

@@ -59,11 +59,12 @@ def test_an_interruption_ends_both_halves(number: signal.Signals, tmp_path: Path
 
 
 TESTS = """
+import os
 import pytest
 from launching import run
 
 def test_good():
-    pass
+    assert os.access(os.environ["HOME"], os.W_OK)
 
 def test_bad():
     print("more of it")
@@ -90,6 +91,7 @@ def test_the_end_says_what_failed_and_what_was_skipped(
     """And --skipped-in runs what was."""
     (tmp_path / "test_it.py").write_text(TESTS)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
     pytest_there = [sys.executable, "-m", "pytest", f"--rootdir={tmp_path}", "-c"]
     pytest_there += [str(ROOT / "pyproject.toml"), "-p", "conftest", str(tmp_path)]
     logs = tmp_path / "logs"

@@ -8,6 +8,7 @@ OpenSSH's server. `limit_rate` slows the links down.
 import contextlib
 import functools
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -210,7 +211,8 @@ def write_configuration(folder: Path, names: tuple[str, ...]) -> None:
 
 def start_sshd(folder: Path, name: str, namespace: str) -> subprocess.Popen[bytes]:
     """Start a host's sshd in its own namespaces, without waiting for it."""
-    script = INIT.format(name=name, folder=folder, home=Path.home(), sshd=shutil.which("sshd"))
+    home = pwd.getpwuid(os.getuid()).pw_dir  # as sshd has it, whatever HOME is here
+    script = INIT.format(name=name, folder=folder, home=home, sshd=shutil.which("sshd"))
     with (folder / f"{name}-sshd.log").open("wb") as log:
         return subprocess.Popen(
             # Not `ip netns exec`, which replaces the machine's /sys by one without cgroups.
