@@ -422,7 +422,7 @@ def check_images(
     return [] if is_printed else [summary]
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "unpack": unpack, "sort-val": sort_val, "shards": make_shards, "check": check_images
 }  # fmt: skip
 main = partial(
