@@ -550,3 +550,11 @@ def test_resources_are_medians_and_memory_has_an_interval(tmp_path):
         pytest.approx(0.3),
     )
     assert ddp["peak_memory"].blocks == ddp["runs"] == 3
+
+
+def test_equal_weights_are_claimed_only_for_the_blocks_that_all_pairs_have(tmp_path):
+    """At one worker a block is missing."""
+    folder = make_comparison(tmp_path / "compare-1", a_plan())
+    (folder / "block-3/ddp-torchrun-1/outcome.json").unlink()
+    told = Report(load_comparison(folder)).equal_weights
+    assert told == "Whole trainings ended with bit-equal weights (2 blocks)."

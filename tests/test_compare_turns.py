@@ -109,6 +109,7 @@ def test_an_unfinished_measurement_is_named(square, plan, words):
     verdicts = judge(comparison)  # whoever may stop where it suits, finds differences
     assert ({one.decision for one in verdicts} == {"undecided"}) == bool(words)
     assert ("nothing is decided between" in verdicts[1].sentence()) == bool(words)
+    assert ("CPU time per image" in " ".join(verdicts[1].support())) != bool(words)
     assert {row["planned_blocks"] for row in speed_rows(comparison)} == {plan["blocks"]}
 
 

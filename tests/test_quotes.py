@@ -261,6 +261,17 @@ def test_the_page_says_how_much_occasions_differed() -> None:
     assert of_all == round(100 * max(largest.values()), 1)
 
 
+def test_what_the_readme_pools_decides_nothing_if_it_is_corrected() -> None:
+    found = linked((ROOT / "README.md").read_text())
+    pooled = [row["pooled"] for both in together(found) for row in both.occasions]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    table = text.partition("## Two commands")[0]
+    quoted = [one for one in pooled if f"({one.low:.3f} to {one.high:.3f})" in table]
+    assert len(quoted) == 4  # those with three decimals, the narrow ones
+    assert "corrected, these two comparisons would decide nothing" in table
+    assert min(one.p_difference() for one in quoted) > 0.05 / 7  # ratios in the table
+
+
 def test_the_docs_say_how_long_a_block_takes() -> None:
     seconds = [
         fmean(block.seconds / len(block.order) for blocks in by_place for block in blocks)

@@ -157,7 +157,7 @@ class Verdict(Finding):
                 f"The final weights are bit-equal in only {equal} of {blocks}: compare/parity.py "
                 "shows where they diverge."
             )
-        if self.cpu is not None:
+        if self.cpu is not None and self.is_finished:
             used = (
                 f"{self.first_label} used {ratio_text(self.cpu)} times as much CPU time per "
                 f"{self.unit.removesuffix('s')} as {self.second_label}"

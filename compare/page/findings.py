@@ -159,7 +159,7 @@ class Report:
         if not (equal := [verdict for verdict in trained if all(verdict.equal_weights)]):
             return ""
         pairs = "" if equal == trained else f" of {len(equal)} of {count(len(trained), 'pair')}"
-        blocks = max(len(verdict.equal_weights) for verdict in equal)
+        blocks = min(len(verdict.equal_weights) for verdict in equal)
         return f"Whole trainings{pairs} ended with bit-equal weights ({count(blocks, 'block')})."
 
     @property

@@ -19,8 +19,9 @@ POOLED = (
     "Speed ratios with their 95 % intervals: each occasion's ratio, and their common ratio by a "
     "random-effects model. The standard deviation of the true ratio between occasions is given "
     "from four occasions on. It is hardly known from few of them, which makes the common interval "
-    "wide (Student's quantile is 12.7 for two, 4.3 for three, 2.8 for five). Unfinished "
-    "measurements are left out."
+    "wide (Student's quantile is 12.7 for two, 4.3 for three, 2.8 for five). Each interval covers "
+    "its own ratio alone, without a correction for their number. Unfinished measurements are left "
+    "out."
 )
 APART = (
     "These comparisons were not measured in the same blocks. A ratio between two of them would "
@@ -207,7 +208,8 @@ def all_tables(report: Report) -> list[Table]:
     )
     differences = (
         "First minus second, for each verdict that shows a difference: where it is negative, the "
-        "first saves time. Paired by block, with intervals; the phases add up to the step."
+        "first saves time. Paired by block; the phases add up to the step. Each interval covers "
+        "its own phase alone, without a correction for their number."
     )
     unused = "No speed verdict uses these runs: speed is measured by turns." * is_by_turns
     most = max((row["planned_runs"] for row in trainings), default=1)
