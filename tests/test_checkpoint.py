@@ -535,7 +535,7 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
     path.write_bytes(content)
     config = replace(CONFIG, resume=str(path))
     if not resuming._is_whole(path):
-        with pytest.raises(UserError, match="is damaged"):
+        with pytest.raises(UserError, match=r"--resume .*c\.pt: is "):
             find_checkpoint(config, tmp_path)
     try:
         progress, _ = resume(parts, config, Ranks(a_world()), DATA, tmp_path / "run")
@@ -929,6 +929,14 @@ def test_a_torchscript_archive_is_named(tmp_path: Path) -> None:
         torch.jit.trace(TinyNet().eval(), torch.zeros(1, 3, 8, 8)).save(str(tmp_path / "w.pt"))
     with pytest.raises(UserError, match=r"w\.pt: is a TorchScript archive"):
         loaded(tmp_path / "w.pt")
+
+
+def test_the_format_of_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    """Also where a run is to resume from it."""
+    (tmp_path / "c.pt").write_bytes(gzip.compress(b"any"))
+    config = replace(CONFIG, resume=str(tmp_path / "c.pt"))
+    with pytest.raises(UserError, match=r"--resume .*c\.pt: is compressed by gzip"):
+        resume(trainables(), config, Ranks(a_world()), DATA, tmp_path / "run")
 
 
 def test_a_folder_is_named_with_its_files(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from recipe.record.checkpoint import (
     step_path,
 )
 from recipe.record.folder import new_folder, one_sentence, records
+from recipe.record.formats import format_of
 from recipe.record.spare import Spare
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
@@ -214,8 +215,11 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
         path = Path(config.resume)
         if path.is_dir():
             raise UserError(f"--resume {path}: is a folder; {_file_in(path)}")
-        problem = f"--resume {path}: is damaged, or is not a checkpoint of this project"
-        refuse((not _is_whole(path), problem))
+        if not _is_whole(path):
+            with path.open("rb") as content:
+                problem = format_of(content)
+            problem = problem or "is damaged, or is not a checkpoint of this project"
+            raise UserError(f"--resume {path}: {problem}")
         return path
     folder = run_folder / "checkpoints"
     best, files = folder / "best.pt", checkpoints_in(folder)
