@@ -21,6 +21,7 @@ from recipe.data.batches import (
     Data,
     InputMeter,
     check_replaced,
+    next_step,
     samples_per_step,
     training_batches,
     training_end,
@@ -35,6 +36,7 @@ from recipe.record.checkpoint import (
     finish_checkpoint,
     keep_checkpoint,
     mark_best,
+    not_finite,
     step_path,
 )
 from recipe.record.fingerprint import (
@@ -95,9 +97,9 @@ class Session:
         for listing in (data.train, data.val):
             if world.is_first and listing is not None and listing.left_out:
                 print(f"{listing.root}: {listing.left_out}", flush=True)
-        self.config, self.progress, self.left_out = config, Progress(), list[int]()
+        self.config, self.progress, self.left_out = config, Progress(), list[tuple[int, int]]()
         self.input = None if data.train is None else InputMeter()
-        _, self.stop = training_end(config, self.readers, data, step=0, samples_seen=0)
+        self._find_end()
         watch.begin("building the network")
         if config.resume is None:  # else the checkpoint says from which image
             self._read_on()  # the first batches are decoded while the network is built
@@ -120,37 +122,44 @@ class Session:
         # nothing else before its tenth step.
         values = torch.tensor(known, dtype=torch.float64, device=self.device)
         top1, lacks_evaluation = ranks.from_first(values).tolist()
+        # What made the loss infinite or NaN stays left out, also with another --rollback.
+        self.left_out = ranks.gather(steps_left_out(self.folder) if is_first else [])[0]
+        self._find_end()
         start = self.progress.samples_seen
         # The epoch in which the last step began; after a resume the one in which the next begins.
         self.epoch = start // data.num_train - int(lacks_evaluation)
-        self.last_step, self.stop = training_end(config, readers, data, self.progress.step, start)
         self.is_complete = start == self.stop or self.is_good_enough({"top1": top1})
         self.lacks_evaluation = bool(lacks_evaluation)
         self.work = fingerprint(
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
         self.meter = StepMeter(config, readers, self.device, data, self.progress, self.input)
-        left_out = steps_left_out(self.folder)[: config.rollback] if is_first else []
-        self.left_out = ranks.gather(left_out)[0]
         if config.resume is not None:
             self._read_on()
 
     def _read_on(self) -> None:
         """Read batches from the current position on; loader workers start at once."""
         self.batches: Iterator[Batch] = iter(())  # ends earlier workers, and frees shared memory
-        self._pass_over()
         self.first_step, start = self.progress.step, self.progress.samples_seen
         self.batches = training_batches(
             self.data, self.config, self.readers, self.device, self.workers, start, self.stop,
             self.input, self.left_out,
         )  # fmt: skip
 
+    def _find_end(self) -> None:
+        """Find where training ends, once it is known where it begins and what is left out."""
+        self._pass_over()
+        self.last_step, self.stop = training_end(
+            self.config, self.readers, self.data, self.progress.step, self.progress.samples_seen,
+            self.left_out,
+        )  # fmt: skip
+
     def _pass_over(self) -> None:
         """Count the left-out images at this position as seen."""
-        progress = self.progress
-        while progress.samples_seen in self.left_out:
-            epoch = progress.samples_seen // self.data.num_train
-            progress.samples_seen += samples_per_step(self.config, self.readers, epoch)
+        self.progress.samples_seen = next_step(
+            self.config, self.readers, self.data.num_train, self.progress.samples_seen,
+            self.left_out,
+        )  # fmt: skip
 
     def open_record(self, transport: str) -> None:
         """Write to the run folder and the console what is trained, and on what; `transport` carries
@@ -196,7 +205,8 @@ class Session:
             if self.is_resumable:
                 spare.take_statistics(progress.step)
                 contents = contents_of(parts, progress, self.config, self.data)
-                spare.keep(contents | {"world_size": self.world.size}, progress.step)
+                if not not_finite(contents):  # else the last checkpoint counts
+                    spare.keep(contents | {"world_size": self.world.size}, progress.step)
 
         def note(*_: object) -> None:
             if network.training:
@@ -297,7 +307,10 @@ class Session:
         earlier = go_back(parts, self.config, self.ranks, self.data, self.folder, bad.step)
         vars(self.progress).update(vars(earlier) | {"total_seconds": self.meter.total_seconds})
         self.meter.coming.clear()  # the steps after the bad one
-        self.left_out.append(bad.samples_seen - bad.images)
+        self.left_out.append((bad.samples_seen - bad.images, bad.images))
+        if self.spare:
+            self.spare.note_statistics(self.progress.step)
+        self._find_end()
         self._read_on()
         self._open_record()
         self.recorder.say(

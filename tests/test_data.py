@@ -45,6 +45,7 @@ from recipe.data.batches import (
     check_replaced,
     data_order_sha256,
     mixed,
+    next_step,
     open_data,
     permutation,
     samples_per_step,
@@ -769,8 +770,53 @@ def places_of(config: Config, size: int, count: int, start: int, stop: int) -> l
 
 def test_steps_that_are_left_out_are_not_made() -> None:
     config = a_config(batch_size=2, batches_per_allreduce=2)
-    places = [*batch_places(config, a_world(0, 3), 100, 0, 60, left_out=[12, 48])]
+    left_out = [(12, 12), (48, 12)]
+    places = [*batch_places(config, a_world(0, 3), 100, 0, 60, left_out)]
     assert places == [(start, 2, 0) for start in (0, 6, 24, 30, 36, 42)]
+    others = [*batch_places(config, a_world(0, 5), 100, 0, 80, [(25, 12)])]
+    assert others == [(start, 2, 0) for start in (0, 10, 40, 50, 60, 70)]
+
+
+@quick
+@given(
+    st.integers(1, 150), st.integers(1, 9), small, st.integers(1, 3), st.integers(0, 3),
+    st.integers(1, 40) | st.none(), st.lists(st.integers(1, 99), max_size=6), st.data(),
+)  # fmt: skip
+def test_a_run_leaves_out_the_same_images_and_ends_at_the_same_step_however_often_it_is_resumed(
+    count: int, batch: int, size: int, passes: int, warmup: int, max_steps: int | None,
+    gaps: list[int], drawn: st.DataObject,
+) -> None:  # fmt: skip
+    """Also at another number of workers. A step that was left out counts towards --max-steps."""
+    config = a_config(
+        batch_size=batch, batches_per_allreduce=passes, batch_size_warmup_epochs=warmup, epochs=5,
+        max_steps=max_steps,
+    )  # fmt: skip
+    bounds = [*itertools.accumulate(gaps)]
+    left_out = [(begin, end - begin) for begin, end in zip(bounds[::2], bounds[1::2], strict=False)]
+
+    def run(size: int, step: int, position: int) -> list[int]:
+        """Return where each step begins, and where training ends."""
+        world = a_world(0, size)
+        position = next_step(config, world, count, position, left_out)
+        last_step, stop = training_end(config, world, images(count), step, position, left_out)
+        places = list(batch_places(config, world, count, position, stop, left_out))
+        starts = [place.position for place in places[::passes]]
+        assert len(starts) == last_step - step
+        for number, start in enumerate(starts):
+            end = start + samples_per_step(config, world, start // count)
+            assert not any(begin < end and start < begin + num for begin, num in left_out)
+            assert start < 5 * count and not is_last(step + number, start)
+        assert stop >= 5 * count or is_last(last_step, stop)
+        return [*starts, stop]
+
+    def is_last(step: int, position: int) -> bool:
+        made_or_left_out = step + sum(begin < position for begin, _ in left_out)
+        return max_steps is not None and made_or_left_out >= max_steps
+
+    whole = run(size, 0, 0)
+    step = drawn.draw(st.integers(0, len(whole) - 1))
+    assert run(size, step, whole[step]) == whole[step:]
+    run(drawn.draw(small), step, whole[step])
 
 
 @quick

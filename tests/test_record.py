@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from making import CPU, TinyNet, a_config, a_world
 from records import a_summary, an_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from recipe import errors, watch
 from recipe import session as sessions
-from recipe import watch
 from recipe.data.batches import Data, samples_per_step
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.files import partial_name
@@ -32,11 +33,13 @@ from recipe.record.console import LINE_S
 from recipe.record.meter import StepMeter
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.recorder import Recorder, Silence
-from recipe.record.resume import take_over
+from recipe.record.resume import steps_left_out, take_over
 from recipe.record.schema import WARM_UP_STEPS
+from recipe.record.spare import Spare
 from recipe.session import LOOK_SECONDS, Session
 from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation
+from recipe.training.model import build_optimizer, build_scaler
 from recipe.training.state import Progress, Trainables
 from recipe.world import World
 
@@ -324,6 +327,75 @@ def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
         session.end_step(parts, torch.zeros(4), 0.1)
     last = lines(tmp_path)[-1]
     assert (last["name"], last["step"]) == ("diverged", 4)
+
+
+@pytest.fixture
+def surviving(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Training, Trainables]]:
+    """A session whose rank keeps its state when another rank is lost; after three steps."""
+    monkeypatch.setattr(sessions, "training_batches", lambda *_: iter(()))
+    session, model = Training(tmp_path / "run", clock, config=replace(AUTO, rollback=1)), TinyNet()
+    session.device, session.workers, session.input = CPU, 0, None
+    session.environment, session.lr_scale = ENVIRONMENT, 1.0
+    parts = Trainables(model, build_optimizer(model, CONFIG), build_scaler(CONFIG, CPU), None)
+    with (tmp_path / "state").open("w+b") as state, (tmp_path / "notes").open("w+b") as notes:
+        session.spare = Spare(model, (state.fileno(), notes.fileno()))
+        session._survive_losses(session.spare, parts)
+        session.steps(3)
+        yield session, parts
+    errors.keep_state = None
+
+
+def test_a_rollback_notes_the_statistics_of_the_step_gone_back_to(
+    surviving: tuple[Training, Trainables], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may be lost in the next step, when its forward pass has changed them."""
+    session, parts = surviving
+    buffers = [*parts.model.buffers()]
+
+    def go_back(*_: Any) -> Progress:
+        for buffer in buffers:
+            buffer.fill_(5)
+        return Progress(step=1, samples_seen=4)
+
+    monkeypatch.setattr(sessions, "go_back", go_back)
+    session.steps(1, loss=math.nan, write=False)
+    bad = session.write_steps(now=True)
+    assert bad is not None
+    session.roll_back(parts, bad)
+    assert session.left_out == [(12, 4)] and session.last_step == 14
+    for buffer in buffers:
+        buffer.fill_(7)  # the next step's forward pass
+    assert session.spare is not None
+    session.spare.take_statistics(1)
+    assert buffers and all((buffer == 5).all() for buffer in buffers)
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
+def test_a_state_that_is_not_finite_is_not_kept(
+    value: float, surviving: tuple[Training, Trainables]
+) -> None:
+    """Its loss is not recorded yet: the ranks resume from a checkpoint, and --rollback acts."""
+    session, parts = surviving
+    with torch.no_grad():
+        next(parts.model.parameters()).view(-1)[-1] = value
+    assert errors.keep_state is not None and session.spare is not None
+    errors.keep_state()
+    assert session.spare.step == (3 if math.isfinite(value) else 0)
+
+
+def test_what_is_left_out_stays_in_the_record_when_a_run_goes_further_back(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    session = Training(tmp_path, clock)
+    session.steps(4)
+    session.recorder.event("rollback", left_out=[(16, 4)])
+    for step in (4, 2, 1):
+        session = Training(tmp_path, clock, Progress(step=step, samples_seen=4 * step), AUTO)
+        assert steps_left_out(tmp_path) == [(16, 4)]
+    session.recorder.event("rollback", left_out=[16, 24])  # as older records have it
+    assert steps_left_out(tmp_path) == [(16, 1), (24, 1)]
 
 
 @pytest.mark.parametrize("part", ["file", "board", "step_board", "summary", "checkpoint"])

@@ -247,11 +247,14 @@ def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> N
     back = launch(*engine, f"{words} --rollback 2 --name back", warm=True, **poisoned).checked()
     assert back.output.count("the loss of step 15 was nan: back at step 7") == 1, back.output
     (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
-    assert event["step"] == 7 and event["left_out"] == [14 * 24]
+    assert event["step"] == 7 and event["left_out"] == [[14 * 24, 24]]
     steps = read_lines(tmp_path / "back", "step")
     seen = {step["step"]: step["samples_seen"] for step in steps}
     # What is left out counts as seen, so that the schedule stays as it is: one step less.
     assert seen == {step: 24 * (step + (step > 14)) for step in range(1, 20)}
+    launch(*engine, f"{words} --rollback 2 --name back --resume auto", warm=True).checked()
+    again = read_lines(tmp_path / "back", "step")
+    assert [step["step"] for step in again] == [*seen], "it had ended, and has not gone on"
 
 
 def test_resume_at_another_world_size_sees_each_image_once(

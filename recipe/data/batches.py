@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 import zlib
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import util
 from multiprocessing.synchronize import SemLock
@@ -58,6 +58,8 @@ ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 # (number of the pass, index of the image in the listing): both seed the augmentation. An epoch is
 # one pass; with repeats it is several, one for each repeat of its images.
 Sample = tuple[int, int]
+# Spans of the stream whose images are not trained on (--rollback): position and number of samples.
+Spans = Sequence[tuple[int, int]]
 
 
 class Place(NamedTuple):
@@ -191,19 +193,37 @@ def samples_per_step(config: Config, world: World, epoch: float = math.inf) -> i
     return math.ceil(config.batch_size * share) * config.batches_per_allreduce * world.size
 
 
+def next_step(config: Config, world: World, num_train: int, position: int, left_out: Spans) -> int:
+    """Return where the next step begins, from `position` on. Steps that would have any of the
+    `left_out` samples are not made; their other samples count as seen, too."""
+    while True:
+        end = position + samples_per_step(config, world, position // num_train)
+        if not any(begin < end and position < begin + count for begin, count in left_out):
+            return position
+        position = end
+
+
 def training_end(
-    config: Config, world: World, data: Data, step: int, samples_seen: int
+    config: Config, world: World, data: Data, step: int, samples_seen: int, left_out: Spans = ()
 ) -> tuple[int, int]:
     """Return the step and stream position at which training ends, from its current `step` and
-    position `samples_seen`: when all epochs are complete, or --max-steps is reached."""
+    position `samples_seen`: when all epochs are complete, or --max-steps is reached. Each of the
+    spans `left_out` that training has passed counts as a step towards --max-steps."""
     last = math.inf if config.max_steps is None else config.max_steps
     end = 0 if config.evaluate else config.epochs * data.num_train
-    while samples_seen < end and step < last:
+    begins = [begin for begin, _ in left_out]
+    while samples_seen < end:
+        left = last - step - sum(begin < samples_seen for begin in begins)
+        if left <= 0:
+            break
         epoch = samples_seen // data.num_train
         step_samples = samples_per_step(config, world, epoch)
-        left = math.ceil(((epoch + 1) * data.num_train - samples_seen) / step_samples)
-        steps = int(min(left, last - step))
-        step, samples_seen = step + steps, samples_seen + steps * step_samples
+        until_epoch_ends = math.ceil(((epoch + 1) * data.num_train - samples_seen) / step_samples)
+        until_left_out = [(b - samples_seen) // step_samples for b in begins if b >= samples_seen]
+        steps = int(min(left, until_epoch_ends, *until_left_out))
+        position = samples_seen + steps * step_samples
+        samples_seen = next_step(config, world, data.num_train, position, left_out)
+        step += steps
     return step, samples_seen
 
 
@@ -213,19 +233,18 @@ def batch_places(
     num_train: int,
     start: int,
     stop: int,
-    left_out: Container[int] = (),
+    left_out: Spans = (),
 ) -> Iterator[Place]:
-    """Yield the place of each batch from `start`, where a step begins, until `stop` is reached or
-    passed. All batches of a step have the same size. Steps that begin at a position in `left_out`
-    are skipped."""
+    """Yield the place of each batch from `start` until `stop` is reached or passed, both where a
+    step begins. All batches of a step have the same size."""
     while start < stop:
         epoch = start // num_train
         step_samples = samples_per_step(config, world, epoch)
         batch_samples = step_samples // config.batches_per_allreduce
-        end = start + step_samples if start not in left_out else start
+        end = start + step_samples
         for position in range(start, end, batch_samples):
             yield Place(position, batch_samples // world.size, epoch)
-        start += step_samples
+        start = next_step(config, world, num_train, end, left_out)
 
 
 @dataclass
@@ -319,10 +338,10 @@ def training_batches(
     start: int,
     stop: int,
     meter: InputMeter | None = None,
-    left_out: Container[int] = (),
+    left_out: Spans = (),
 ) -> Iterator[Batch]:
     """Return this rank's batches from stream position `start` until `stop`, both in samples over
-    all ranks, without the steps that begin at a position in `left_out`.
+    all ranks and where a step begins, without the steps that have `left_out` samples.
 
     One iterator serves the whole training: the loader's workers start once, at this call, and read
     ahead across epochs. `meter` counts the files that are read. With --mixup-alpha or

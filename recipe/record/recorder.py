@@ -155,9 +155,14 @@ class Recorder:
         metrics = folder / "metrics.jsonl"
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # Leave out an interrupted run's lines after the checkpoint: they will be made again.
+            # Leave out an interrupted run's lines after the checkpoint: they will be made again;
+            # but not which images are left out (--rollback).
             read = [(line, record_in(line)) for line in lines_in(folder)] if step else []
-            kept = [(line, one) for line, one in read if one and one.step <= step]
+            kept = [
+                (line, one)
+                for line, one in read
+                if one and (one.step <= step or getattr(one, "left_out", None))
+            ]
             earlier = [one for _, one in kept]
             self.steps = [  # of this epoch so far
                 one for one in earlier if isinstance(one, StepLine) and one.epoch == epoch

@@ -108,10 +108,12 @@ def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[f
     return top1.get(progress.step, -1.0), ends_epoch and len(of_step) < 1 + config.model_ema
 
 
-def steps_left_out(run_folder: Path) -> list[int]:
-    """Return, from the folder's record, where the steps begin (in samples) whose images are left
-    out since they made the loss infinite or NaN."""
-    return max((one.left_out for one in records(run_folder, "event")), key=len, default=[])
+def steps_left_out(run_folder: Path) -> list[tuple[int, int]]:
+    """Return, from the folder's record, the steps whose images are left out since they made the
+    loss infinite or NaN: where each begins, and its number of images."""
+    told = [one.left_out for one in records(run_folder, "event")]
+    spans: list[Any] = max(told, key=len, default=[])
+    return [tuple(span) if isinstance(span, list) else (span, 1) for span in spans]
 
 
 def has_kept(run_folder: Path) -> bool:

@@ -30,6 +30,8 @@ Amount = Annotated[float, Meta(ge=0, lt=1e18)]
 Positive = Annotated[float, Meta(ge=1e-18, lt=1e18)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]
+# Not a tuple: msgspec 0.22 crashes when tuples of known length are in a union with other types.
+Pair = Annotated[list[Whole], Meta(min_length=2, max_length=2)]
 Text = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$")]
 
 
@@ -156,7 +158,9 @@ class EventLine:
     time_utc: Text
     step: Whole
     resumed_from: Text | None = None
-    left_out: list[Whole] = field(default_factory=list)  # where left-out steps begin, in samples
+    # Of each left-out step: where it begins, in samples, and its images; in older records only the
+    # former.
+    left_out: list[Pair | Whole] = field(default_factory=list)
     image: str | None = None  # the bad image's name on rank 0
     reason: str | None = None  # why it is bad; for a resume, which steps have no figures
 
