@@ -9,12 +9,11 @@ agent replaces what is lost with a host, watchers would not.
 If a rank ends in another way, by an error or a signal, its watcher ends too, and the agent decides.
 """
 
-import math
 import os
 from contextlib import suppress
 from typing import Any
 
-from recipe.errors import OWN_RANK, one_message
+from recipe.errors import one_message
 from recipe.nursery import GENERATION, Nursery, leave_like, look_s
 from recipe.settings.config import parse_args
 from recipe.watch import nearest_launcher, own_world
@@ -25,7 +24,7 @@ def supervise() -> None:
     and end with it. Return in the process that trains, and in all other cases."""
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not most or not has_store or OWN_RANK in os.environ:
+    if not most or not has_store:
         return
     world = own_world()
     if world.local_size < world.size:
@@ -57,7 +56,6 @@ def supervise() -> None:
                 store.set(_end_of(generation), "")
                 if is_lost and generation == most:  # else the agent would allow as many restarts
                     nearest_launcher(world).terminate()
-            nursery.wait(math.inf)
             leave_like(nursery.end())
 
 

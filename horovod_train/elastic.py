@@ -77,7 +77,7 @@ def _watch_over(nursery: Nursery, changed: threading.Event) -> int | None:
             changed.clear()
             _say(HOSTS)
             os.kill(nursery.rank, signal.SIGUSR1)
-    exit_code, word = nursery.end(0 if word == OVER else None), _hear()
+    exit_code, word = nursery.end(), _hear()
     on_one_host = os.environ["HOROVOD_LOCAL_SIZE"] == os.environ["HOROVOD_SIZE"]
     if word != OVER and nursery.is_lost(exit_code, on_one_host):
         _say(AGAIN)

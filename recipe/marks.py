@@ -5,9 +5,6 @@ A rank that nobody watches writes there, too, and nobody asks it to end.
 
 import ctypes
 import mmap
-import os
-
-FILE = "TRAINING_MARKS"  # an environment variable: the open file in which an `execv` leaves them
 
 
 class Marks(ctypes.Structure):
@@ -27,6 +24,4 @@ class Marks(ctypes.Structure):
         ctypes.memset(ctypes.addressof(self), 0, ctypes.sizeof(self))
 
 
-file = int(os.environ.pop(FILE, 0)) or os.memfd_create("marks")
-os.ftruncate(file, ctypes.sizeof(Marks))
-marks = Marks.from_buffer(mmap.mmap(file, ctypes.sizeof(Marks)))
+marks = Marks.from_buffer(mmap.mmap(-1, ctypes.sizeof(Marks)))  # a fork shares them

@@ -2,7 +2,7 @@
 
 That process watches its rank, and forks a new one in its place when a rank is lost. It has one
 thread, and no MPI, no CUDA and no process group: each rank makes those for itself. If it has more
-threads or CUDA after all, the rank becomes a new interpreter, as without a nursery.
+threads or CUDA after all, it trains itself, unwatched.
 """
 
 import ctypes
@@ -18,7 +18,6 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import NoReturn
 
-from recipe import marks as shared
 from recipe.errors import EXIT_LOST_PEER, OWN_RANK
 from recipe.marks import marks
 from recipe.watch import SIGNALS
@@ -29,10 +28,9 @@ POLL_S = 0.02
 ENDED_S = 0.5  # the system may still count a thread for a moment after its end
 # After another rank's loss, a rank's time to keep its state and end, beside that of two batches.
 NOTICE_S = 5.0
-SOON_S = 0.1  # to the next poll for lost ranks when a rank has seen what looks like a loss
 MOST_STARTS = 3  # of ranks that are killed one after the other before they have made a step
 # The least time between a watcher's polls for lost ranks; the most polls a second, of all watchers.
-LOOK_S, LOOKS_PER_SECOND = 0.5, 100
+LOOK_S, LOOKS_PER_SECOND = 0.2, 100
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
@@ -59,11 +57,12 @@ class Nursery:
 
     def start(self) -> bool:
         """Fork a rank. Return True in the rank, which is to train with the current environment and
-        ends with this process; False in this process."""
+        ends with this process; False in this process. (True in this one if it cannot fork.)"""
         until = time.monotonic() + ENDED_S
         while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
             time.sleep(POLL_S)
-        is_bare = threads == 1 and not sys.modules["torch"].cuda.is_initialized()
+        if threads > 1 or sys.modules["torch"].cuda.is_initialized():
+            return True
         sys.stdout.flush()
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
@@ -80,10 +79,6 @@ class Nursery:
         for number in handled:
             signal.signal(number, signal.SIG_DFL if self.rank == 0 else self._pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        if self.rank == 0 and not is_bare:
-            os.set_inheritable(shared.file, True)
-            os.environ[shared.FILE] = str(shared.file)
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         return self.rank == 0
 
     def _pass_on(self, number: int, _: object) -> None:
@@ -92,32 +87,26 @@ class Nursery:
             os.kill(self.rank, number)
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the rank's end, at most `seconds`, or until it has just seen what looks like
-        another rank's loss. Return its exit code, negative for a signal, or None if it still
-        runs."""
-        until, was_leaving = time.monotonic() + seconds, marks.is_leaving
+        """Wait for the rank's end, at most `seconds`. Return its exit code, negative for a signal,
+        or None if it still runs."""
+        until = time.monotonic() + seconds
         while self.exit_code is None and time.monotonic() < until:
             pid, status = os.waitpid(self.rank, os.WNOHANG)
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
-            elif marks.is_leaving and not was_leaving:
-                until, was_leaving = min(until, time.monotonic() + SOON_S), True
             else:
                 time.sleep(POLL_S)
         return self.exit_code
 
-    def end(self, notice_s: float | None = None) -> int:
-        """Ask the rank to end, and wait while it writes, or is about to end by itself; at most for
-        the time that any rank has for that. Give another one `notice_s` seconds: by default
-        NOTICE_S and the time of two batches. Then kill it, and any loader workers that it left.
-        Return its exit code."""
+    def end(self) -> int:
+        """Ask the rank to end, and give it NOTICE_S and the time of two batches; FINISH_S more as
+        long as it writes, or is about to end by itself. Then kill it, and any loader workers that
+        it left. Return its exit code."""
         marks.is_asked = self.exit_code is None
-        if notice_s is None:
-            notice_s = NOTICE_S + 2 * marks.batch_s
-        until, latest = time.monotonic() + notice_s, time.monotonic() + notice_s + FINISH_S
+        until = time.monotonic() + NOTICE_S + 2 * marks.batch_s
         while self.wait(POLL_S) is None:
             is_busy = marks.is_writing or marks.is_leaving or marks.is_complete
-            if time.monotonic() >= (latest if is_busy else until):
+            if time.monotonic() > until + FINISH_S * is_busy:
                 break
         with suppress(ProcessLookupError):
             os.killpg(self.rank, signal.SIGKILL)
@@ -149,6 +138,7 @@ def look_s(ranks: int) -> float:
 def leave_like(exit_code: int) -> NoReturn:
     """End this process with its rank's exit code, or by the signal that ended the rank."""
     if exit_code < 0:
-        signal.signal(-exit_code, signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has no other
+            signal.signal(-exit_code, signal.SIG_DFL)
         os.kill(os.getpid(), -exit_code)
     sys.exit(exit_code)

@@ -39,6 +39,7 @@ LAUNCHERS = {
     "python": "{python} {trainer}",
     "torchrun": "torchrun --nproc-per-node {ranks} {trainer}",
     "torchrun --max-restarts": "torchrun --max-restarts 30 --nproc-per-node {ranks} {trainer}",
+    "torchrun --max-restarts 1": "torchrun --max-restarts 1 --nproc-per-node {ranks} {trainer}",
     "torchrun --signals-to-handle": (
         "torchrun --signals-to-handle SIGTERM,SIGINT,SIGUSR1 --nproc-per-node {ranks} {trainer}"
     ),

@@ -80,6 +80,13 @@ ON_HOSTS = {
     "mpirun": "mpirun -np 2 -H node0:1,node1:1 {python} {trainer}",
     "horovodrun --gloo": "horovodrun --gloo -np 2 -H node0:1,node1:1 {python} {trainer}",
 }
+# Two of them meet on one host, each as if on one of its own.
+PAIR = ("torchrun --nnodes 1:2", "ddp")
+ONE_OF_A_PAIR = (
+    "torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-id faults --rdzv-backend "
+    "c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1 --rdzv-conf "
+    "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5 {trainer}"
+)
 # Has a folder in the place of /dev/shm, where other jobs leave files, too; for root on one host.
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
 FROZEN = "--checkpoint-steps 20 --stall-timeout 10"
@@ -109,6 +116,34 @@ def update_ema(*words):
     os.path.exists("{folder}/hurry") or time.sleep(0.2)
 module.update_ema = update_ema
 """
+# Runs on each rank when it has imported recipe.session: their first exchange fails.
+CANNOT_EXCHANGE = """
+def init(*_):
+    raise RuntimeError("ncclSystemError: No space left on device")
+module.Session.__init__ = init
+"""
+# The same, on one rank: it dies, once, after its last exchange.
+DIES_AT_END = """
+import os
+real = module.Session.end
+def end(*words):
+    code = real(*words)
+    if not os.path.exists("{folder}/died"):
+        open("{folder}/died", "w").close()
+        os.kill(os.getpid(), 9)
+    return code
+module.Session.end = end
+"""
+# Runs on each rank when it has imported recipe.training.metrics: until there is a file "hurry", a
+# forward pass takes longer than the notice that a watcher gives at least.
+LONG_FORWARD = """
+import os, time
+real = module.batch_sums
+def batch_sums(*words):
+    os.path.exists("{folder}/hurry") or time.sleep(9)
+    return real(*words)
+module.batch_sums = batch_sums
+"""
 # Runs in each process at its start: of each hundred images one cannot be read, so many times.
 READ_ERRORS = """
 import builtins, collections, os
@@ -134,7 +169,8 @@ class Scenario:
     shim: Callable[["Trial"], dict[str, str]] = lambda trial: {}  # the first start's environment
     saves: bool = False  # a checkpoint of the step at which it stops
     code: int = 75  # mpirun's, after a checkpoint was saved; other launchers make a 1 of it
-    heals: bool = False  # goes on by itself, to its end
+    heals: bool | None = False  # goes on by itself, to its end; None: as the launcher decides
+    loses_ranks: bool = False  # others go on, so the weights are not those of an undisturbed one
     training: str = SMALL
     limit_s: int = GUARD_S  # for a start
     disk_mb: int = 0  # the run is on a disk of its own that has so much room
@@ -184,6 +220,7 @@ class Trial:
         self.runs = self.folder / "runs"
         self.run_folder = self.runs / "run"
         self.memory = self.folder / "shm"
+        self.port = 20000 + os.getpid() % 12000
 
     def metrics(self) -> str:
         """What the run has recorded so far."""
@@ -208,6 +245,15 @@ class Trial:
     def wait_for_write(self) -> None:
         self.wait_for(lambda: any((self.run_folder / "checkpoints").glob(".*.partial")))
 
+    def wait_for_last_write(self) -> None:
+        last = self.checkpoint_of_last_step
+        self.wait_for(lambda: any(last.parent.glob(f".{last.name}.*.partial")))
+
+    @property
+    def checkpoint_of_last_step(self) -> Path:
+        last = int(self.scenario.training.split()[-1])
+        return step_path(self.run_folder / "checkpoints", last)
+
     def strikes(self) -> None:
         """The fault comes now."""
         self.struck, self.recorded = time.monotonic(), self.metrics()
@@ -227,11 +273,16 @@ class Trial:
         return [sorted(found[number], key=age)[:2][-1] for number in sorted(found)]
 
     def command(self) -> list[str]:
-        line = (ON_HOSTS if self.hosts else LAUNCHERS)[self.result.launcher]
-        line = line.format(python=sys.executable, trainer=TRAINERS[self.result.engine], ranks=2)
+        lines = {**LAUNCHERS, PAIR[0]: ONE_OF_A_PAIR, **(ON_HOSTS if self.hosts else {})}
+        line = lines[self.result.launcher].format(
+            python=sys.executable, trainer=TRAINERS[self.result.engine], ranks=2, port=self.port
+        )
         scenario = self.scenario
         flags = f"{scenario.flags} --workers {self.result.number % 2}"  # every other one with them
         words = f"{line} {scenario.training} {flags} {PLACE} --log-dir {self.runs}".split()
+        if self.result.launcher == PAIR[0]:
+            both = f"{shlex.join(words)} & first=$!; {shlex.join(words)} & wait $!; last=$?"
+            words = ["sh", "-c", f"{both}; wait $first && exit; exit $last"]
         if not self.hosts:
             return [*OWN_MEMORY, str(self.memory), *words] if self.memory.exists() else words
         here, away = (host.inside(*words) for host in self.hosts)
@@ -286,9 +337,10 @@ class Trial:
         """What has to be so after a fault."""
         scenario, said = self.scenario, finished.output
         own_words = before_the_launchers_words(said)
-        assert (finished.returncode == 0) == scenario.heals, f"exit code {finished.returncode}"
+        if scenario.heals is not None:
+            assert (finished.returncode == 0) == scenario.heals, f"exit code {finished.returncode}"
         assert re.search(scenario.said, said), f"nobody said {scenario.said}"
-        assert "Traceback" not in own_words, "a traceback"
+        assert "Traceback" not in own_words or "Traceback" in scenario.said, "a traceback"
         errors = re.findall(ERROR, said, re.MULTILINE)
         assert len(errors) <= max(1, len(self.hosts)), f"{len(errors)} messages: {errors}"
         if scenario.saves:
@@ -322,7 +374,9 @@ class Trial:
         steps += steps_without_figures(self.run_folder)
         assert sorted(steps) == list(range(1, last + 1)), f"steps {steps}"
         summary = read_json(self.run_folder / "summary.json")
-        assert summary["weights_sha256"] == expected, "other weights"
+        is_same = summary["weights_sha256"] == expected
+        assert is_same != self.scenario.loses_ranks, "other weights"
+        assert self.checkpoint_of_last_step.exists(), "no checkpoint of the last step"
         assert not [*self.run_folder.rglob(".*.partial")], "partial files are left"
 
     def cut(self, state: str) -> None:
@@ -362,13 +416,15 @@ def send(
     when: Callable[[Trial], None] = Trial.wait_for_step,
     times: int = 1,
 ) -> Callable[[Trial], None]:
-    """A fault: one of these signals to a rank, or to the launcher."""
+    """A fault: one of these signals to a rank, to rank 0, or to the launcher."""
 
     def fault(trial: Trial) -> None:
         trial.wait_for(lambda: '"kind": "step"' in trial.metrics())
         number, target = trial.random.choice(numbers), trial.process
-        if to == "a rank":
-            target = trial.processes()[trial.rank]  # takes a while, in which there are many steps
+        if to != "the launcher":
+            target = trial.processes()[
+                0 if to == "rank 0" else trial.rank
+            ]  # takes a while, in which there are many steps
         when(trial)
         trial.strikes()
         for _ in range(times):
@@ -378,6 +434,29 @@ def send(
             recover(trial)
 
     return fault
+
+
+def kill_in_long_forward(trial: Trial) -> None:
+    """A rank, while the other is in its forward pass: no step is lost."""
+    trial.wait_for(lambda: trial.metrics().count('"kind": "step"') >= 2)
+    trial.strikes()
+    trial.processes()[trial.rank].kill()
+    (trial.folder / "hurry").touch()
+    recover(trial)
+    assert trial.result.steps_lost == 0, f"{trial.result.steps_lost} steps lost"
+
+
+def lose_torchrun(trial: Trial) -> None:
+    """The one of two that does not hold their store, with all below it."""
+    trial.wait_for_step()
+    below = psutil.Process(trial.process.pid).children(recursive=True)
+    agents = [one for one in below if any(word.endswith("/torchrun") for word in one.cmdline()[:2])]
+    ports = [{link.laddr[1] for link in one.net_connections()} for one in agents]
+    (lost,) = (one for one, used in zip(agents, ports, strict=True) if trial.port not in used)
+    trial.strikes()
+    for one in [lost, *lost.children(recursive=True)]:
+        one.kill()
+    recover(trial)
 
 
 def kill_often(trial: Trial) -> None:
@@ -477,6 +556,26 @@ SCENARIOS = {
     "kill-often": Scenario(
         kill_often, starts=RESTARTS, trials=1, flags="--checkpoint-steps 50", heals=True,
         shim=on_rank("recipe.training.model", SLOW, every=True), training=LONG, limit_s=900,
+    ),
+    "own-error": Scenario(
+        said="(?s)Traceback .*: ncclSystemError: No space left on device",
+        starts=[("torchrun --max-restarts 1", "ddp"), RESTARTS[1]], trials=2,
+        shim=on_rank("recipe.session", CANNOT_EXCHANGE, every=True),
+    ),
+    "crash-at-end": Scenario(
+        starts=RESTARTS, trials=2, shim=on_rank("recipe.session", DIES_AT_END), heals=None
+    ),
+    "kill-in-last-write": Scenario(
+        send(signal.SIGKILL, to="rank 0", when=Trial.wait_for_last_write), starts=RESTARTS,
+        trials=2, shim=everywhere(SLOW_DISK), heals=True,
+    ),
+    "kill-in-long-forward": Scenario(
+        kill_in_long_forward, starts=RESTARTS, trials=2, heals=True,
+        shim=on_rank("recipe.training.metrics", LONG_FORWARD, every=True),
+    ),
+    "lose-torchrun": Scenario(
+        lose_torchrun, said="Traceback", starts=[PAIR], trials=2, heals=True, loses_ranks=True,
+        shim=lambda trial: {"GLOO_SOCKET_IFNAME": "lo"},
     ),
     "signal-rank": Scenario(send(TERM, INT, HUP, USR1), saves=True, shim=SLOWLY),
     "signal-launcher": Scenario(
