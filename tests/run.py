@@ -30,8 +30,11 @@ PASSED, INTERRUPTED, NONE_SELECTED = 0, 2, 5  # pytest's exit codes
 
 def main(words: Sequence[str], pytest: Sequence[str] = PYTEST, logs: Path = LOGS) -> int:
     """Run both halves; return 1 if a test failed or none was selected."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    asked = list[int]()  # signals, which must not interrupt the start of a half
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     marks, *arguments = words
     command = [*pytest, *arguments, "-rfE", "--color", "yes" if sys.stdout.isatty() else "no"]
     for_launch = [*command, "--part", f"launch and ({marks})"]
@@ -42,12 +45,13 @@ def main(words: Sequence[str], pytest: Sequence[str] = PYTEST, logs: Path = LOGS
         halves.append(Half("launch", logs, for_launch))
         halves.insert(0, Half("unit", logs, for_unit, OMP_NUM_THREADS="1"))
         unit, launch = halves
-        if unit.show_and_wait() == INTERRUPTED:
+        unit.show(asked)
+        if unit.process.poll() == INTERRUPTED:
             launch.process.terminate()
-        launch.show_and_wait()
-    except KeyboardInterrupt:
-        print("== interrupted")
+        launch.show(asked)
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for half in halves:
             half.process.terminate()
         for half in halves:
@@ -98,16 +102,15 @@ class Half:
                 start_new_session=True,
             )
 
-    def show_and_wait(self) -> int:
-        """Show what it has said and goes on to say; return its exit code."""
+    def show(self, asked: Sequence[int]) -> None:
+        """Show what it has said and goes on to say, until it ends or somebody has `asked` to."""
         print(f"== {self.name} tests", flush=True)
         with self.log.open(errors="replace") as log:
-            code = None
-            while code is None:
-                code = self.process.poll()
+            is_running = True
+            while is_running:
+                is_running = self.process.poll() is None and not asked
                 print(log.read(), end="", flush=True)
-                time.sleep(0.2 if code is None else 0)
-        return code
+                time.sleep(0.2 if is_running else 0)
 
     def outcomes(self, *kinds: str) -> list[dict[str, Any]]:
         """What it listed of tests that ended as one of these: "failed", "error", "skipped"."""
