@@ -15,11 +15,15 @@ import torch.distributed as dist
 
 from recipe.errors import UserError, refuse
 from recipe.meeting import (
+    awaited,
+    call_roll,
     keep_gloo_off_loopback,
+    launcher_values,
     meeting_by_environment,
     prepare_gloo,
     server_address,
     start_mpi,
+    store_at,
 )
 from recipe.settings.config import Config
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
@@ -27,6 +31,7 @@ from recipe.world import World
 
 # Under srun: the time limit for an answer at a port, and a rank's confirmation of the answer.
 ANSWER_SECONDS, THANKS = 2.0, b"thanks"
+SLURM_STEP = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
 PATIENCE = timedelta(seconds=ENGINE_TIMEOUT_S)
 BACKENDS = {
     "nccl": ("NCCL", "cpu:gloo,cuda:nccl"),  # Gloo for tensors in the CPU's memory
@@ -45,7 +50,7 @@ def meeting_point(
     shared file system, or to list its data."""
     prepare_gloo(world)
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
-    if world.launcher == "none" or backend == "mpi4py":  # MPI's ranks know each other
+    if world.size == 1 or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), **arguments}
     meeting = world.started_by.meeting
     refuse((
@@ -58,10 +63,12 @@ def meeting_point(
         arguments = meeting_by_environment(world, timeout)
     elif first_host:
         port = os.environ.get("MASTER_PORT", "29500")
-        arguments["init_method"] = f"tcp://{first_host}:{port}"
+        arguments["store"] = store_at(first_host, port, world, timeout)
     elif meeting == "Slurm":
+        launcher_values(world, *SLURM_STEP)
         first_host = slurm_address(os.environ)[0]
-        arguments["store"] = _store_through_slurm(world, timeout)
+        store = arguments["store"] = _store_through_slurm(world, timeout)
+        call_roll(store, world, timeout)
     else:
         arguments["store"], first_host = _store_through_mpi(world, timeout)
     keep_gloo_off_loopback(world, first_host)
@@ -77,12 +84,12 @@ def patience(config: Config) -> timedelta:
 def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list[int], bytes]:
     """Return the step's first node; the ports at which its rank 0 may announce where the ranks
     meet; and the text that identifies the step, since another job may use any of the ports."""
-    nodes = environ["SLURM_STEP_NODELIST"]  # such as rack[1-2]n[003-006,9],gpu1
+    # The nodes are written as in rack[1-2]n[003-006,9],gpu1.
+    nodes, job, step = (environ[name] for name in SLURM_STEP)
     # The list up to its first comma outside brackets, with the first number of each bracket.
     node = re.match(r"(\[[^\]]*\]|[^\[,])+", nodes)
     assert node is not None, nodes
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", node[0])
-    job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
     start = int(job) * 101 + int(step)
     ports = [20_000 + (start + number * 1_499) % 12_000 for number in range(8)]
     mark = f"DDP of job {job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')} at "
@@ -95,6 +102,7 @@ def _store_through_slurm(world: World, timeout: timedelta) -> dist.Store:
     node, ports, mark = slurm_address(os.environ)
     host = "127.0.0.1" if world.local_size == world.size else node
     if not world.is_first:
+        awaited[:] = [0]
         host, port = _ask_for_store(host, ports, mark, timeout.total_seconds())
         return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
     store, reached_at = _serve_store(world, timeout)

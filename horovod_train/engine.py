@@ -11,7 +11,7 @@ import torch
 from recipe import watch
 from recipe.errors import UserError, fail, refuse
 from recipe.settings.config import Config
-from recipe.world import World, lone_copy_message, prepare_mpi, read_world
+from recipe.world import World, lone_copy_message, prepare_mpi, read_world, waits_for
 
 try:
     import horovod.torch as hvd
@@ -29,7 +29,7 @@ POLL_SECONDS = 0.0002  # an exchange takes a hundred times as long
 def prepare(config: Config, world: World) -> None:
     """Set the variables that `hvd.init()` reads. UserError if the launcher, or this build of
     Horovod, lacks the requested transport."""
-    watch.begin("meeting the other ranks")
+    watch.begin("meeting the other ranks", lambda: waits_for(world, None) if world.is_first else "")
     prepare_mpi(world)
     if config.profile_steps:
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # else hvd.start_timeline fails

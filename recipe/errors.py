@@ -170,7 +170,7 @@ def fail(
         _wait(0 if last else OTHER_RANK_DELAY_S)
         message = message and f"[rank {world.rank} on {world.host}] {message}"
     if message:
-        lock = world.size == 1 or _acquire_speaker_lock()
+        lock = world.size == 1 or acquire_lock("speaker")
         if not lock:
             _wait(LOST_PEER_DELAY_S)  # another rank prints; the launcher ends this one
         else:
@@ -224,15 +224,15 @@ def job_on_host(environ: Mapping[str, str] = AS_STARTED) -> str:
     return f"imagenet-horovod-ddp/{os.getuid()}/{zlib.crc32(os.fsencode(job))}"
 
 
-def _acquire_speaker_lock() -> socket.socket | bool:
-    """Return the right to print for this job on this host, which one process at a time has; False
-    if it is taken.
+def acquire_lock(topic: str) -> socket.socket | bool:
+    """Return the right to print about this topic for this job on this host, which one process at a
+    time has; False if it is taken.
 
     It is an abstract Unix socket, whose name vanishes with its process.
     """
     try:
         lock = socket.socket(socket.AF_UNIX)
-        lock.bind(f"\0{job_on_host()}")
+        lock.bind(f"\0{job_on_host()}/{topic}")
     except OSError as error:
         # Any other error, such as no free file descriptor: better print twice than never.
         return error.errno != errno.EADDRINUSE

@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -24,20 +24,35 @@ from recipe.errors import UserError, refuse
 from recipe.nursery import GENERATION
 from recipe.settings.config import Config
 from recipe.watch import engine_timeout
-from recipe.world import World, lone_copy_message, prepare_mpi
+from recipe.world import World, lone_copy_message, prepare_mpi, waits_for
+
+# The ranks that this one knows to be missing, while they meet.
+awaited: list[int] = []
 
 
 def prepare_gloo(world: World) -> None:
     """Choose the interface at which Gloo listens, unless the user has chosen one. Take the one
     chosen for NCCL, beside which Gloo carries tensors in the CPU's memory; or, if all ranks are on
     one host, the loopback, since no other host needs its ports."""
-    watch.begin("meeting the other ranks")
+    watch.begin("meeting the other ranks", lambda: waits_for(world, awaited))
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface not in psutil.net_if_addrs():  # such as a list of prefixes
         interface = "lo" if world.local_size == world.size else ""
     if interface in psutil.net_if_addrs() and not os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     refuse_unknown_interfaces("GLOO_SOCKET_IFNAME")
+
+
+def launcher_values(world: World, *names: str) -> list[str]:
+    """Return the values of variables that the launcher sets besides the rank. UserError if one is
+    not set."""
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"{world.variables()}: without {' and '.join(missing)} the ranks cannot meet; start "
+            f"them with {world.launcher}, or unset these to train alone"
+        )
+    return [os.environ[name] for name in names]
 
 
 def refuse_unknown_interfaces(variable: str) -> None:
@@ -167,12 +182,50 @@ def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
     last attempt's addresses in it (pytorch issue 135712), so each attempt gets its own part of it.
     """
     place = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
+    host, port = launcher_values(world, "MASTER_ADDR", "MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {"init_method": "env://", **place}
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store: dist.Store = dist.TCPStore(*address, world.size, is_master=False, timeout=timeout)
+        return {"store": store_at(host, port, world, timeout), **place}
+    store: dist.Store = dist.TCPStore(host, int(port), world.size, is_master=False, timeout=timeout)
     store = dist.PrefixStore(os.environ.get(GENERATION, ""), store)
     return {"store": dist.PrefixStore(_name_of_attempt(store, world, timeout), store), **place}
+
+
+def store_at(host: str, port: str, world: World, timeout: timedelta) -> dist.Store:
+    """Return the store that rank 0 serves at this address, when all ranks have come. UserError if
+    it cannot be served or reached."""
+    awaited[:] = [] if world.is_first else [0]
+    try:
+        store = dist.TCPStore(
+            host, int(port), world.size, is_master=world.is_first, timeout=timeout,
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except (ValueError, dist.DistError) as error:
+        raise UserError(
+            f"MASTER_ADDR={host} MASTER_PORT={port}: rank {world.rank} cannot meet the others "
+            f"there ({str(error).splitlines()[0]}); correct these, or start the ranks with torchrun"
+        ) from error
+    call_roll(store, world, timeout)
+    return store
+
+
+def call_roll(store: dist.Store, world: World, timeout: timedelta) -> None:
+    """Sign in at the store; on rank 0, wait until all ranks have done so."""
+    store.set(f"rank {world.rank} is here", "")
+    awaited.clear()
+    if world.is_first:
+        await_ranks(world, timeout, lambda rank: store.check([f"rank {rank} is here"]))
+
+
+def await_ranks(world: World, timeout: timedelta, has_come: Callable[[int], bool]) -> None:
+    """On rank 0, wait until all other ranks have come. UserError if some have not in time."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, world.size))
+    while missing := [rank for rank in missing if not has_come(rank)]:
+        awaited[:] = missing
+        if time.monotonic() > deadline:
+            raise UserError(waits_for(world, missing))
+        time.sleep(ASK_AGAIN_S)
+    awaited.clear()
 
 
 def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
@@ -184,16 +237,20 @@ def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str
     """
     unique = uuid.uuid4().hex
     if not world.is_first:
+        awaited[:] = [0]
         store.set(f"rank {world.rank}", unique)
         name = store.get(unique).decode()  # waits for it
-        store.add(name, 1)
+        store.set(f"{name} {world.rank}", "")
+        awaited.clear()
         return name
-    deadline = time.monotonic() + timeout.total_seconds()
-    asking = [f"rank {rank}" for rank in range(1, world.size)]
-    while store.add(unique, 0) < len(asking) and time.monotonic() < deadline:
-        for key in filter(lambda key: store.check([key]), asking):
-            store.set(store.get(key).decode(), unique)
-        time.sleep(ASK_AGAIN_S)
+
+    def answer(rank: int) -> bool:
+        """Answer the rank, if it asks; return whether it has got the answer."""
+        if store.check([f"rank {rank}"]):
+            store.set(store.get(f"rank {rank}").decode(), unique)
+        return store.check([f"{unique} {rank}"])
+
+    await_ranks(world, timeout, answer)
     return unique
 
 
@@ -227,6 +284,7 @@ def remote_calls(config: Config, world: World) -> Iterator[None]:
     from torch.distributed import rpc  # few scripts need it
 
     prepare_gloo(world)
+    launcher_values(world, "MASTER_ADDR", "MASTER_PORT")
     bind_rpc()
     warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own call
     rpc.init_rpc(

@@ -30,6 +30,7 @@ from recipe.errors import (
     FAILING,
     RESUME_HINT,
     LostPeer,
+    acquire_lock,
     fail,
     job_on_host,
     leave,
@@ -37,10 +38,11 @@ from recipe.errors import (
 )
 from recipe.files import read_proc
 from recipe.marks import marks
-from recipe.world import FINISH_S, LAUNCHERS, World, read_worlds
+from recipe.world import FINISH_S, LAUNCHERS, World, half_a_place, read_worlds
 
 POLL_S = 1.0
 SLOW_S = 2.0  # a task before training that takes longer is printed
+LATE_S = 60.0  # ... and what it waits for
 PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
 
 # The engines have time-outs of their own, after which a traceback blames a rank that only waits.
@@ -67,13 +69,15 @@ peers: dict[str, tuple[str, list[int]]] = {}  # the job's hosts, by address: nam
 whereabouts: Callable[[], str] = str  # where this rank is in training, in words; "" before it
 
 
-_task = "", math.inf  # what this rank does before it trains, and since when
+# What this rank does before it trains, since when, and what to say of it if it takes long.
+_task: tuple[str, float, Callable[[], str]] = "", math.inf, str
 
 
-def begin(task: str) -> None:
-    """Tell the watch what this rank does from now on; "" means training."""
+def begin(task: str, late: Callable[[], str] = str) -> None:
+    """Tell the watch what this rank does from now on; "" means training. If it takes longer than
+    LATE_S, one rank of a host prints what `late` returns, unless that is ""."""
     global _task
-    _task = task, time.monotonic() if task else math.inf
+    _task = task, time.monotonic() if task else math.inf, late
 
 
 def heartbeat() -> None:
@@ -146,22 +150,25 @@ def start_watchdog(world: World, stall_timeout: int | None = 0) -> None:
 def own_world() -> World:
     """Make output safe, and return this process's place in the job.
 
-    Ends the process with one message if the launcher's variables are no numbers, or are left over
-    from another job: ranks would train alone, each as a copy of the others.
+    Ends the process with one message if the launcher's variables contradict each other, are not
+    complete, or are left over from another job: ranks would train alone, each as a copy of the
+    others.
     """
     prepare_output(UNREAD_S)
     world, *others = read_worlds()
+    if not others and (problem := half_a_place()):
+        fail(world, f"error: {problem}", exit_code=2)
+    if not world.is_possible:
+        problem = "these do not describe a rank of a job; unset or correct them"
+        fail(others[0], f"error: {world.variables()}: {problem}", exit_code=2)
     rightful = rightful_world([world, *others], ancestors().values())
-    if (is_rank := world.rank in range(world.size)) and rightful is world:
-        return world
-    variables = (*world.started_by.variables, *world.started_by.job)
-    values = " ".join(f"{name}={os.environ[name]}" for name in variables if os.environ.get(name))
-    reason = (
-        f"left over from another job, since {rightful.launcher} started this process as rank "
-        f"{rightful.rank} of {rightful.size}; unset them" if is_rank else
-        "these do not describe a rank of a job; unset or correct them"
-    )  # fmt: skip
-    return fail(rightful if is_rank else others[0], f"error: {values}: {reason}", exit_code=2)
+    if rightful is not world:
+        problem = (
+            f"left over from another job, since {rightful.launcher} started this process as rank "
+            f"{rightful.rank} of {rightful.size}; unset them"
+        )
+        fail(rightful, f"error: {world.variables()}: {problem}", exit_code=2)
+    return world
 
 
 def rightful_world(worlds: Sequence[World], above: Iterable[Sequence[str]]) -> World:
@@ -253,6 +260,8 @@ def _watch(
 ) -> None:
     global _asked
     seen, silent, asked_at, printed = list[float](), 0.0, math.inf, ""
+    late_since = math.nan
+    speaks: object = False  # or a lock, held as long as this thread lives
     cores = _observe_cores(world)
     while True:
         if select.select([signals], [], [], POLL_S)[0]:
@@ -264,10 +273,15 @@ def _watch(
                 _asked, asked_at = signal.Signals(number), time.monotonic()
                 _say(world, _words_for(_asked))
             continue
-        task, since = _task
+        task, since, late = _task
         if world.is_first and task != printed and time.monotonic() - since >= SLOW_S:
             print(f"{task} ...", file=sys.stderr, flush=True)
             printed = task
+        if since != late_since and time.monotonic() - since >= LATE_S and (words := late()):
+            late_since = since
+            speaks = speaks or world.is_first or acquire_lock("late")
+            if speaks:
+                print(f"warning: {words}", file=sys.stderr, flush=True)
         if _asked:  # its launcher may be gone by now
             # The signal may have gone to this rank alone: then no launcher kills it.
             if FAILING.is_set() or time.monotonic() - asked_at > FINISH_S / 2:

@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,6 +17,7 @@ SEGMENT_BYTES = 2**23  # twice what an Open MPI rank takes in /dev/shm
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")  # also in containers, with GPUs or without
 
 
+SHOWN_RANKS = 8  # in a message about those that are missing
 FINISH_S = 60  # how long a rank may take for its checkpoint if nothing ends it earlier
 
 
@@ -124,6 +125,20 @@ class World:
         """The properties of its launcher."""
         return LAUNCHERS.get(self.launcher, NO_LAUNCHER)
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether these numbers describe a rank of a job."""
+        return (
+            0 <= self.rank < self.size
+            and 0 <= self.local_rank < self.size
+            and 1 <= self.local_size <= self.size
+        )
+
+    def variables(self) -> str:
+        """Return, for messages, the launcher's variables that give this place and its job."""
+        names = (*self.started_by.variables, *self.started_by.job)
+        return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+
 
 def read_world(environ: Mapping[str, str] = os.environ) -> World:
     """Return this process's place; alone (rank 0 of 1) if no launcher has set its variables.
@@ -147,6 +162,22 @@ def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
         on_host = numbers.get(local_rank, numbers[rank])
         places.append((numbers[rank], numbers[size], on_host, local, launcher))
     return [World(*place, socket.gethostname()) for place in (*places, (0, 1, 0, 1, "none"))]
+
+
+def half_a_place(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the message for a process without any launcher's rank and size, if it has the one
+    without the other, and would train alone as if it had neither; "" if it has not. A rank of 0, or
+    a size of 1, fits a process that is alone."""
+    for launcher in LAUNCHERS.values():
+        rank, size = launcher.variables[:2]
+        for name, other, least in ((rank, size, 1), (size, rank, 2)):
+            text = environ.get(name, "")
+            if text.isdecimal() and int(text) >= least:
+                return (
+                    f"{name}={text}: {other} is not set, so this process would train alone; start "
+                    f"it with a launcher, which sets both, or unset {name}"
+                )
+    return ""
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -192,6 +223,22 @@ def why_no_gpu(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
         "if torch was built for a newer CUDA than nvidia-smi shows, install a newer driver or "
         "another torch; start a container with --gpus all; ask the batch system for GPUs",
     )
+
+
+def waits_for(world: World, ranks: Sequence[int] | None) -> str:
+    """Return the message for ranks that have not come to where all meet: these, or some (None); ""
+    if none is missing."""
+    if ranks is not None and not ranks:
+        return ""
+    who = "other ranks"
+    if ranks:
+        more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+        who = f"rank {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}"
+    advice = "did all start, and do their hosts reach each other?"
+    if world.launcher == "srun" and "SLURM_PTY_PORT" in os.environ:
+        advice = "the shell of `srun --pty` is only one task: start the ranks in it by torchrun"
+    variables = f" ({world.variables()})" if world.variables() else ""
+    return f"rank {world.rank} of {world.size} still waits for {who}{variables}: {advice}"
 
 
 def _free_shared_memory() -> int:

@@ -25,6 +25,14 @@ from recipe.settings.config import Config
 from recipe.world import read_world
 
 
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have come, wherever that is."""
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(meeting, "store_at", lambda *_: dist.HashStore())
+
+
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -75,13 +83,14 @@ def test_ports_of_a_slurm_step() -> None:
     [("ib0", "ib0"), ("=ib0", "ib0"), ("ib", None), ("^docker0", None), ("", None)],
 )
 def test_gloo_takes_the_network_that_was_chosen_for_nccl(
-    nccl: str, gloo: str | None, monkeypatch: pytest.MonkeyPatch
+    nccl: str, gloo: str | None, met: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
     monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": [], "eth0": []})
     monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
-        environ = {"NCCL_SOCKET_IFNAME": nccl, **chosen}
+        environ = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500", "NCCL_SOCKET_IFNAME": nccl}
+        environ |= chosen
         monkeypatch.setattr(meeting.os, "environ", environ)
         meeting_point(a_world(1, 4, local_size=2))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
@@ -104,7 +113,7 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
     ],
 )
 def test_a_host_whose_name_stands_for_loopback(
-    own: str, way: dict[str, str], gloo: str | None, monkeypatch: pytest.MonkeyPatch
+    own: str, way: dict[str, str], gloo: str | None, met: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Debian's and Ubuntu's /etc/hosts have it; `way`: this host's address on the way to another
     one."""
@@ -123,7 +132,6 @@ def test_a_host_whose_name_stands_for_loopback(
     monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setattr(meeting.socket, "socket", lambda *_: Asking())
     monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
-    monkeypatch.setenv("MASTER_ADDR", "node7")
     world = a_world(1, 4, local_size=2)
     # Taken out again after the test, whatever is put there in it.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -142,9 +150,6 @@ def test_launchers_that_need_no_address() -> None:
     arguments = meeting_point(a_world())
     assert isinstance(arguments.pop("store"), dist.HashStore)
     assert arguments == {"rank": 0, "world_size": 1, "timeout": PATIENCE}
-    place = {"rank": 1, "world_size": 2, "timeout": timedelta(seconds=7)}
-    found = meeting_point(a_world(1, 2), timeout=timedelta(seconds=7))
-    assert found == {"init_method": "env://", **place}
     with pytest.raises(UserError, match=r"torchrun, mpirun or horovodrun --mpi"):
         meeting_point(a_world(1, 2, launcher="horovodrun"))
 
@@ -170,15 +175,65 @@ def test_each_attempt_of_torchrun_has_a_store_of_its_own(monkeypatch: pytest.Mon
         assert stores[2].timeout == PATIENCE
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
-def test_an_address_that_the_user_gives(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "node7")
-    place = {"rank": 1, "world_size": 2, "timeout": PATIENCE}
-    expected = {"init_method": "tcp://node7:29500", **place}
-    assert meeting_point(a_world(1, 2, launcher=launcher)) == expected
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    expected["init_method"] = "tcp://node7:1234"
-    assert meeting_point(a_world(1, 2, launcher=launcher)) == expected
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free one, at which the ranks are to meet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    return port
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+def test_an_address_that_the_user_gives(launcher: str, port: int) -> None:
+    worlds = [a_world(rank, 2, launcher=launcher) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(meeting_point, worlds[1])
+        found = [meeting_point(worlds[0]), late.result(60)]
+    assert [one["rank"] for one in found] == [0, 1]
+    found[0]["store"].set("key", "value")
+    assert found[1]["store"].get("key") == b"value"
+    assert all(one["store"].timeout == PATIENCE for one in found)
+
+
+@pytest.mark.parametrize(
+    ("here", "missing", "message"),
+    [
+        (0, [1, 2], "rank 0 of 3 still waits for rank 1, 2 .*MASTER_ADDR=127.0.0.1 .*all start"),
+        (1, [0], r"MASTER_PORT=\d+: rank 1 cannot meet the others there"),
+    ],
+)
+def test_ranks_that_do_not_come(here: int, missing: list[int], message: str, port: int) -> None:
+    """While one waits for them it knows which: after a minute its watch prints that."""
+    meeting.awaited.clear()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(meeting_point, a_world(here, 3), timeout=timedelta(seconds=3))
+        while meeting.awaited != missing and not waiting.done():
+            time.sleep(0.01)
+        assert not waiting.done()
+        with pytest.raises(UserError, match=message):
+            waiting.result(60)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "missing"),
+    [
+        ("torchrun", {}, "MASTER_ADDR and MASTER_PORT"),
+        ("torchrun", {"MASTER_ADDR": "node7"}, "MASTER_PORT"),
+        ("torchrun", {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+        ("srun", {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, "SLURM_STEP_NODELIST"),
+        ("srun", {"SLURM_STEP_NODELIST": "n[1-2]"}, "SLURM_JOB_ID and SLURM_STEP_ID"),
+    ],
+)
+def test_half_a_set_of_variables_is_refused_at_once(
+    launcher: str, given: dict[str, str], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    words = f"without {missing} the ranks cannot meet; start them with {launcher}"
+    with pytest.raises(UserError, match=words):
+        meeting_point(a_world(0, 2, launcher=launcher))
 
 
 STEPS = count()

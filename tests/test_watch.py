@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -503,6 +504,10 @@ def test_the_innermost_launcher_decides(places: str, above: list[list[str]], rig
         ("RANK=0 WORLD_SIZE=1 MASTER_PORT=29500 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", 2,
          "RANK=0 WORLD_SIZE=1 MASTER_PORT=29500: left over from another job, since mpirun started "
          "this process as rank 0 of 2; unset them\n"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4", 2, ".*: these do not describe a rank .*\n"),
+        ("WORLD_SIZE=2", 2, "WORLD_SIZE=2: RANK is not set, so this process would train alone; "
+         "start it with a launcher, which sets both, or unset WORLD_SIZE\n"),
+        ("WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", 0, ""),  # a script's own
         ("RANK= WORLD_SIZE=", 0, ""),
         ("RANK=0 WORLD_SIZE=1", 0, ""),
     ],
@@ -516,6 +521,39 @@ def test_variables_of_another_job_are_refused(variables: str, code: int, said: s
         env=environ, cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == code and re.fullmatch(f"error: {said}" if said else "", done.stderr)
+
+
+# A rank that waits for others for too long, until its input ends.
+LATE = """
+import sys
+from recipe import watch
+from recipe.world import read_world
+watch.LATE_S = watch.POLL_S = 0.01
+world = read_world()
+watch.start_watchdog(world)
+def late():
+    print("late", flush=True)
+    return f"rank {world.rank} waits"
+watch.begin("meeting the other ranks", late)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("present", [[0], [1, 2]])
+def test_ranks_that_do_not_come_are_told_once(present: list[int]) -> None:
+    """By rank 0; if it is missing itself, by one of each host."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LATE], cwd=ROOT, text=True,
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in present
+    ]  # fmt: skip
+    assert all(rank.stdout is not None and rank.stdout.readline() == "late\n" for rank in ranks)
+    time.sleep(0.5)  # what each prints then
+    told = "".join(rank.communicate()[1] for rank in ranks)
+    assert re.fullmatch(r"warning: rank [012] waits\n", told)
 
 
 def test_how_long_mpirun_waits_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

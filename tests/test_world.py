@@ -1,5 +1,6 @@
 """Rank facts from each launcher's variables."""
 
+import os
 import socket
 from collections.abc import Callable
 from importlib import metadata
@@ -8,7 +9,15 @@ from typing import Any
 import pytest
 from making import a_world
 
-from recipe.world import LAUNCHERS, World, lone_copy_message, prepare_mpi, read_world
+from recipe.world import (
+    LAUNCHERS,
+    World,
+    half_a_place,
+    lone_copy_message,
+    prepare_mpi,
+    read_world,
+    waits_for,
+)
 
 HOST = socket.gethostname()
 
@@ -96,6 +105,51 @@ MPICH_OF_SLURM = {"PMI_RANK": "3", "PMI_SIZE": "4"}
 )
 def test_launchers_and_none(variables: dict, expected: tuple) -> None:
     assert facts(read_world(variables)) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: RANK is not set"),
+        ({"RANK": "3", "WORLD_SIZE": ""}, "RANK=3: WORLD_SIZE is not set"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2: SLURM_PROCID is not set"),
+        ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2: HOROVOD_RANK is not set"),
+        ({"WORLD_SIZE": "1"}, ""),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ""),  # a script under sbatch
+        ({"RANK": "captain"}, ""),
+        ({}, ""),
+    ],
+)
+def test_half_a_place(variables: dict[str, str], words: str) -> None:
+    """Such a process would train alone, as one of several copies."""
+    message = half_a_place(variables)
+    assert message.startswith(words) and bool(message) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_possible"),
+    [
+        ((3, 4, 1, 2), True),
+        ((3, 4, 3, 1), True),  # it is not said how many are here
+        ((4, 4, 0, 1), False),
+        ((0, 2, -1, 1), False),  # LOCAL_RANK is no number
+        ((0, 2, 0, 4), False),
+        ((0, 1, 1, 1), False),
+    ],
+)
+def test_places_that_contradict_themselves(place: tuple, is_possible: bool) -> None:
+    assert World(*place, launcher="torchrun", host=HOST).is_possible == is_possible
+
+
+def test_what_is_said_of_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", environ("srun", 0, 12, 0, 12))
+    world = read_world(os.environ)
+    assert waits_for(world, []) == ""
+    message = waits_for(world, range(1, 12))
+    assert message.startswith("rank 0 of 12 still waits for rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more")
+    assert "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=12" in message and "pty" not in message
+    monkeypatch.setenv("SLURM_PTY_PORT", "1234")
+    assert "other ranks (" in waits_for(world, None) and "srun --pty" in waits_for(world, None)
 
 
 def test_lone_copies() -> None:
