@@ -873,7 +873,7 @@ class Evil:
         ("w.pth", b"", "is empty"),
         ("w.pth", b"<html>not found</html>", "is a web page"),
         ("w.pth", b"version https://git-lfs.github.com/spec/v1", "is Git LFS's pointer"),
-        ("w.pth", gzip.compress(b"any"), "is compressed by gzip; unpack it first"),
+        ("w.pth", gzip.compress(b"any", mtime=0), "is compressed by gzip; unpack it first"),
         ("w.pth", a_zip("w.npy", "v.npy"), r"is an archive of NumPy arrays \(\.npz\)"),
         ("w.pth", a_zip("w.pth"), "is a zip archive of other files; unpack it first"),
         ("w.pth", a_zip("w/constants.pkl", "w/data.pkl"), "is a TorchScript archive; .*state_dict"),
