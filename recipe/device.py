@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from recipe.errors import UserError, refuse
-from recipe.files import read_proc
+from recipe.files import control_groups, read_proc
 from recipe.settings.config import Config
 from recipe.world import NVIDIA_DRIVER, World, why_no_gpu
 
@@ -172,15 +172,8 @@ def cpu_quota_cores(
 ) -> float:
     """Return the CPU time, in cores, that this process's control group (v2 or v1) and its parents
     grant; inf if it is unlimited. Affinity masks do not show this limit."""
-    cores = math.inf
-    for line in read_proc(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            top = root / "cpu" if controllers else root
-            inner = top / path.strip("/")
-            groups = (group for group in (inner, *inner.parents) if group.is_relative_to(top))
-            cores = min(cores, *map(_granted_cores, groups))
-    return cores
+    groups = control_groups("cpu", membership, root)
+    return min(map(_granted_cores, groups), default=math.inf)
 
 
 def _granted_cores(group: Path) -> float:

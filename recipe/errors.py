@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from recipe.files import remove_partial_files
+from recipe.files import control_groups, read_proc, remove_partial_files
 from recipe.marks import marks
 from recipe.world import FINISH_S, LAUNCHERS, World
 
@@ -70,17 +70,16 @@ LOST_PEER_SIGNS = (
     "ncclSystemError",
 )
 # For each system limit: a pattern of the errors that it causes (also inside a loader worker's
-# traceback), the limit, and what it counts.
+# traceback), the limit, what it counts, and what a rank needs.
 LIMITS = (
     ("Too many open files|ancdata", resource.RLIMIT_NOFILE,
-     "open files in a process (ulimit -n), and a rank has about 50, plus 12 for each of its loader "
-     "workers"),
+     "open files in a process (ulimit -n)", "50, plus 12 for each of its loader workers"),
     (r"start new thread|(^|\[Errno 11\] )Resource temporarily unavailable|^unexpected EOF$",
      resource.RLIMIT_NPROC,
-     "processes and threads of this user (ulimit -u), and a rank has about 30, plus 6 for each of "
-     "its loader workers"),
-    ("Cannot allocate memory", resource.RLIMIT_AS, "bytes of memory in a process (ulimit -v)"),
+     "processes and threads of this user (ulimit -u)", "30, plus 6 for each of its loader workers"),
 )  # fmt: skip
+OF_MEMORY = "out of memory|[Cc]an(not|'t) allocate memory|Unable to allocate|nsufficient memory"
+OF_CONTAINER = "of this container or job (its control group's {})"
 
 
 # Line ends and escape characters, which could forge lines in a terminal, and text-direction marks.
@@ -148,14 +147,56 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def limit_reached(error: BaseException) -> str:
-    """Return the message for an error that a system limit has caused; "" for any other error."""
-    messages = (
-        f"{str(error).splitlines()[-1]}: the limit here is {resource.getrlimit(limit)[0]} {what}; "
-        "raise it where the job is started, or give fewer --workers"
-        for signs, limit, what in LIMITS
-        if re.search(signs, str(error)) and resource.getrlimit(limit)[0] != resource.RLIM_INFINITY
+    """Return the message for an error that a limit of the system or of memory has caused; "" for
+    any other error."""
+    text = str(error)
+    for signs, limit, what, need in LIMITS:
+        limits = [(resource.getrlimit(limit)[0], what)]
+        if limit == resource.RLIMIT_NPROC:
+            whose = f"processes and threads {OF_CONTAINER.format('pids.max')}"
+            limits += [(number, whose) for number in _of_groups("pids", "pids.max")]
+        known = [one for one in limits if one[0] != resource.RLIM_INFINITY]
+        if re.search(signs, text) and known:
+            number, what = min(known)
+            return (
+                f"{text.splitlines()[-1]}: the limit here is {number} {what}, and a rank has about "
+                f"{need}; raise it where the job is started, or give fewer --workers"
+            )
+    if isinstance(error, MemoryError) or re.search(OF_MEMORY, text):
+        return _out_of_memory(text)
+    return ""
+
+
+def _out_of_memory(text: str) -> str:
+    on_gpu = re.search(r"CUDA out of memory\..*? is free\.|.*C(UDA|uda).*out of memory", text)
+    of_torch = re.search(r"you tried to allocate \d+ bytes", text)
+    words = of_torch[0] if of_torch else (text.strip().splitlines() or ["MemoryError"])[-1]
+    where = on_gpu[0] if on_gpu else f"{words}: the limit here is {memory_limit()}"
+    return (
+        f"memory ran out: {where.removesuffix('.')}; give a smaller --batch-size, with more "
+        "--batches-per-allreduce if the global batch is to stay, or give the job more memory"
     )
-    return next(messages, "")
+
+
+def memory_limit() -> str:
+    """Return, in words, the lowest limit of this process's memory: its own, its control group's, or
+    what the host has."""
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of this host")]
+    limits += [(resource.getrlimit(resource.RLIMIT_AS)[0], "of a process (ulimit -v)")]
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        limits += [(number, OF_CONTAINER.format(name)) for number in _of_groups("memory", name)]
+    number, whose = min(one for one in limits if one[0] != resource.RLIM_INFINITY)
+    return f"{number / 2**30:.3g} GiB {whose}"
+
+
+def _of_groups(controller: str, name: str) -> list[int]:
+    """Return the limits that a file `name` of this process's control groups gives."""
+    limits = []
+    for group in control_groups(controller):
+        with suppress(OSError):
+            text = read_proc(group / name).strip()
+            limits += [int(text)] if text.isdecimal() else []  # else "max"
+    return limits
 
 
 def fail(

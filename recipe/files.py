@@ -57,6 +57,21 @@ def read_proc(path: str | Path) -> str:
     return os.fsdecode(Path(path).read_bytes()) if os.path.exists(path) else ""
 
 
+def control_groups(
+    controller: str,
+    membership: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+) -> Iterator[Path]:
+    """Yield the folders of this process's control group (v2 or v1) for "cpu", "memory" or "pids",
+    and of its parents. Each of them may limit the process."""
+    for line in read_proc(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or controller in controllers.split(","):
+            top = root / controller if controllers else root
+            inner = top / path.strip("/")
+            yield from (group for group in (inner, *inner.parents) if group.is_relative_to(top))
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write `path` whole or not at all, in UTF-8. A byte of a name that is not UTF-8 becomes an
     escape such as \\udce9, which JSON reads back."""

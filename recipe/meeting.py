@@ -55,6 +55,14 @@ def launcher_values(world: World, *names: str) -> list[str]:
     return [os.environ[name] for name in names]
 
 
+def lower_debug_level(world: World) -> None:
+    """Lower TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch 2.14 crashes in Gloo's collectives."""
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        if world.is_first:
+            print("warning: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes over Gloo; INFO is used instead")
+
+
 def refuse_unknown_interfaces(variable: str) -> None:
     """Raise UserError if a variable names a network interface that this host lacks. It may hold
     several names, with commas between them."""
@@ -169,6 +177,7 @@ def process_group(config: Config, world: World) -> Iterator[None]:
     """Join the ranks of `world`, which torchrun has started, in torch's process group. After an
     error it is not destroyed (no `finally`): that could wait for ranks that wait for this one."""
     prepare_gloo(world)
+    lower_debug_level(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
     dist.init_process_group(**meeting_by_environment(world, timeout))
     yield

@@ -947,6 +947,13 @@ def test_a_folder_is_named_with_its_files(tmp_path: Path) -> None:
         loaded(run)
 
 
+def test_weights_without_values_are_one_sentence(tmp_path: Path) -> None:
+    """As a model that was only described has them."""
+    torch.save({key: value.to("meta") for key, value in STATE.items()}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"w.pth: has only the shapes of .*conv.*`meta`"):
+        loaded(tmp_path / "w.pth")
+
+
 def test_weights_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "w.pth")
     denied = PermissionError(errno.EACCES, "Permission denied")

@@ -3,14 +3,17 @@
 import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from making import CPU, a_config, a_world, write_images
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -22,9 +25,11 @@ from recipe.errors import (
     UserError,
     fail,
     is_lost_peer,
+    limit_reached,
     one_message,
     sentence,
 )
+from recipe.files import control_groups
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +178,33 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
             r"(?s)Traceback .*pair.cc.*\n",
         ),
         (RuntimeError("x"), 1, r"(?s)Traceback .*test_errors.py.*RuntimeError: x\n"),
+        *(
+            (error, 1, rf"error: memory ran out: {words}; give a smaller --batch-size, .*")
+            for error, words in (
+                (MemoryError(), "MemoryError: the limit here is .* GiB of a process .ulimit -v."),
+                (
+                    RuntimeError(
+                        "Caught MemoryError in worker 0.\nMemoryError: Unable to allocate 9"
+                    ),
+                    "MemoryError: Unable to allocate 9: the limit here is .* GiB of a process.*",
+                ),
+                (
+                    RuntimeError("[x] can't allocate memory: you tried to allocate 9 bytes. [y]"),
+                    "you tried to allocate 9 bytes: the limit here is .*",
+                ),
+                (
+                    torch.OutOfMemoryError(
+                        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total "
+                        "capacity of 79.1 GiB of which 1 MiB is free. Including non-PyTorch"
+                    ),
+                    "CUDA .* GPU 0 has a total capacity of 79.1 GiB of which 1 MiB is free",
+                ),
+                (
+                    RuntimeError("NCCL error\nCuda failure 2 'out of memory'\nmore"),
+                    "Cuda failure 2 'out of memory",
+                ),
+            )
+        ),
     ],
 )
 def test_what_is_told(
@@ -182,6 +214,37 @@ def test_what_is_told(
     monkeypatch.setattr(errors.resource, "getrlimit", lambda limit: (40, 40))
     assert code_of(raising(error)) == code
     assert re.fullmatch(said + "\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("membership", "file", "said"),
+    [
+        (
+            "0::/job\n",
+            "memory.max",
+            "2 GiB of this container or job (its control group's memory.max)",
+        ),
+        ("4:memory:/job\n", "memory/job/memory.limit_in_bytes", "2 GiB of this container"),
+        ("0::/job\n", "other", "GiB of this host"),
+        ("0::/job\n", "job/pids.max", "is 7 processes and threads of this container or job"),
+        (
+            "5:pids:/job\n",
+            "pids/pids.max",
+            "(its control group's pids.max), and a rank has about 30",
+        ),
+    ],
+)
+def test_a_container_s_limits_are_told(
+    membership: str, file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("7\n" if "pids" in file else f"{2**31}\n")
+    places = {"membership": tmp_path / "membership", "root": tmp_path}
+    monkeypatch.setattr(errors, "control_groups", partial(control_groups, **places))
+    monkeypatch.setattr(errors.resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY,) * 2)
+    thread = limit_reached(RuntimeError("can't start new thread"))
+    assert said in (thread if "pids" in file else limit_reached(MemoryError()))
 
 
 class HorovodInternalError(RuntimeError):

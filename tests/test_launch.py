@@ -145,6 +145,22 @@ def test_a_limit_of_the_host_is_one_message(tmp_path: Path) -> None:
     assert "recipe/" not in finished.output, "no traceback of ours"
 
 
+def test_a_batch_too_large_for_memory_is_one_message(tmp_path: Path) -> None:
+    flags = f"{SMALL} --data synthetic --batch-size 1000000000000 --log-dir {tmp_path}"
+    finished = launch("python", "ddp", flags, warm=True)
+    assert finished.returncode == 1
+    said = "error: memory ran out: you tried to allocate"
+    assert finished.output.count(said) == 1 and " GiB of " in finished.output, finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_the_debug_level_that_crashes_gloo_is_lowered(tmp_path: Path) -> None:
+    """torch 2.14 ended by SIGSEGV. Not warm: torch reads the variable as it is loaded."""
+    flags = f"{SMALL} --max-steps 2 --log-dir {tmp_path}"
+    finished = launch("torchrun", "ddp", flags, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert finished.checked().output.count("DETAIL crashes over Gloo; INFO is used instead") == 1
+
+
 def test_a_long_name_of_the_folder_for_temporary_files(tmp_path: Path) -> None:
     """Loader workers' sockets have names of 107 bytes at most."""
     folder = tmp_path / ("x" * 100)

@@ -36,7 +36,7 @@ from recipe.data.images import (
 )
 from recipe.data.shards import Shards, open_images
 from recipe.device import keep_freed_memory
-from recipe.errors import BadImage, UserError, refuse
+from recipe.errors import BadImage, UserError, memory_limit, refuse
 from recipe.settings.config import Config
 from recipe.world import World
 
@@ -457,8 +457,8 @@ def _handed_over(reading: Iterator[Any], names: Iterable[util.Finalize] = ()) ->
         if not multiprocessing.connection.wait(sentinels, timeout=1.0):
             raise
         raise UserError(
-            "a loader worker was killed, usually because memory ran out: use fewer "
-            "--workers, or --workers 0, or give the job more memory"
+            "a loader worker was killed, usually because memory ran out (the limit here is "
+            f"{memory_limit()}): use fewer --workers, or --workers 0, or give the job more memory"
         ) from error
 
 
