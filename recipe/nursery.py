@@ -57,11 +57,15 @@ class Nursery:
 
     def start(self) -> bool:
         """Fork a rank. Return True in the rank, which is to train with the current environment and
-        ends with this process; False in this process. (True in this one if it cannot fork.)"""
+        ends with this process; False in this process. If this process cannot fork, it says so, and
+        is to train itself: True."""
         until = time.monotonic() + ENDED_S
         while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
             time.sleep(POLL_S)
         if threads > 1 or sys.modules["torch"].cuda.is_initialized():
+            warning = f"warning: process {os.getpid()} cannot fork its rank: nothing replaces it"
+            print(warning, file=sys.stderr, flush=True)
+            os.environ[OWN_RANK] = "1"  # as in all other ranks, which must resume alike
             return True
         sys.stdout.flush()
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]

@@ -286,7 +286,8 @@ for how in sys.argv[1:]:
     codes.append((code, nursery.is_lost(code)))
 print(codes, flush=True)
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-assert nursery.start() and nursery.start()  # with a second thread, or CUDA, it does not fork
+assert nursery.start() and nursery.start()  # with a second thread, or CUDA, it does not fork ...
+assert "TRAINED_UNDER_WATCH" in os.environ  # ... but resumes as all other ranks do
 module.leave_like(-9)  # as some rank has
 """
 KILLED = int(-signal.SIGKILL)
@@ -321,6 +322,7 @@ def test_a_nursery_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
     )  # fmt: skip
     assert told.returncode == KILLED, told
     assert told.stdout == f"{[end for _, end in ENDS]}\n", told
+    assert told.stderr.count("cannot fork its rank") == 2, told
 
 
 def test_no_watcher_replaces_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
