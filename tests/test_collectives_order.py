@@ -44,6 +44,7 @@ from recipe.record.folder import STOP_FILE
 from recipe.settings.config import check
 from recipe.start import Hooks
 from recipe.training import wire_trial
+from recipe.world import World
 
 RANKS = 8
 ODD = 5  # the rank that does, or gets, what the others do not
@@ -213,6 +214,11 @@ class OwnClock:
     monotonic = perf_counter
 
 
+def in_this_process(world: World, *_: object) -> dict[str, Any]:
+    """The arguments of `init_process_group` for ranks that are threads of this process."""
+    return {"store": dist.HashStore(), "rank": world.rank, "world_size": world.size}
+
+
 @pytest.fixture(autouse=True)
 def a_process_for_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What each rank has of its own, and what is left as it was."""
@@ -221,6 +227,7 @@ def a_process_for_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dist.distributed_c10d, "_world", ThreadLocalWorld())
     _set_thread_isolation_mode(True)  # of the names of process groups
     monkeypatch.setattr(train, "choose_transport", lambda *_: ("Gloo", BACKEND))
+    monkeypatch.setattr(train, "meeting_point", in_this_process)
     monkeypatch.setattr(train, "build_model", lambda _, classes, download: TinyNet(classes))
     monkeypatch.setattr(session, "time", OwnClock())
     monkeypatch.setattr(wire_trial, "ROUNDS", (1, 2))
@@ -253,9 +260,7 @@ def training(
            "bucket_cap_mb": 1e-6, "cuda": False, **settings},
     )  # fmt: skip
     check(config, "ddp", RANKS)
-    return in_lockstep(
-        lambda rank: train.main(config, a_world(rank, RANKS, launcher="none"), hooks(rank))
-    )
+    return in_lockstep(lambda rank: train.main(config, a_world(rank, RANKS), hooks(rank)))
 
 
 def after_step(act: Callable[[Any, int], object]) -> Callable[[int], Hooks]:
