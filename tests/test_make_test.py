@@ -18,7 +18,7 @@ from making import write_program
     [("test", '"not full"'), ("test-all", '"full or not full"'), ("test-full", "full")],
 )
 def test_make_runs_both_halves(command: str, marks: str) -> None:
-    words = ["make", "--dry-run", "PYTHON=true", command, "ARGS=-m gpu"]
+    words = ["make", "--dry-run", "--no-print-directory", "PYTHON=true", command, "ARGS=-m gpu"]
     told = subprocess.check_output(words, cwd=ROOT, text=True)
     assert told.strip().endswith(f"python tests/run.py {marks} -m gpu")
 
