@@ -104,7 +104,7 @@ GROUPS = {
 TASK = [
     ("plan", Annotated[str | None, Positional, arg(metavar="[plan]", help="a ready plan's name or "
      "a plan file (TOML; compare/plans/ has them; or the plan.json of a comparison, to repeat it); "
-     "flags win over it")], None),
+     "flags override it")], None),
     ("list_plans", Annotated[bool, arg(help="show the ready plans, and nothing else")], False),
     ("tune", Annotated[Path | None, arg(metavar="FILE", help="do not compare, but search for the "
      "settings with which each engine exchanges gradients fastest here, and write them into this "

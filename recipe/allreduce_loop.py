@@ -65,8 +65,8 @@ def run(about: str | None, connect: Callable[[Config, World], Backend]) -> None:
 
 
 def model_messages(name: str) -> dict[str, list[int]]:
-    """The elements of a torchvision model's gradients: as one message, and as backward hands them
-    over, tensor by tensor, the last layer's first."""
+    """The elements of a torchvision model's gradients: as one message, and as one message per
+    parameter, in backward order."""
     from torchvision.models import get_model  # takes a second, and only this needs it
 
     try:

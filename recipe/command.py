@@ -22,12 +22,12 @@ UNSHOWN = ("None", "True", "False", "")  # as defaults of flags
 
 
 class _LossyOutput(io.FileIO):
-    """A descriptor that drops what cannot be written, since whoever read it is gone or the disk
-    under it is full: what a command does may matter more than what it says, a training's files hold
-    all of it, and an exit code says how the work has ended.
+    """Output that never fails: text is dropped if its reader is gone or the disk is full. The work
+    may matter more than its output; a training's files hold all of it, and the exit code says how
+    it ended.
 
-    With `patience_s` also what nobody has read by then: a terminal that is halted (Ctrl-S), a
-    reader that has stopped. From then on nothing waits until something is read.
+    With `patience_s` text is also dropped that nobody has read by then: a terminal is halted
+    (Ctrl-S), or a reader has stopped. From then on nothing waits until something is read.
     """
 
     def __init__(self, descriptor: int, patience_s: float | None) -> None:
@@ -53,10 +53,10 @@ class _LossyOutput(io.FileIO):
 
 
 def prepare_output(patience_s: float | None = None) -> None:
-    """What a command calls first, so that nothing that it prints can end it: neither a reader that
-    has gone (`| head -1`), nor a stream that was closed (`2>&-`), nor a character that has no place
-    in the encoding, such as a byte of a file's name that is not UTF-8: it is shown as \\udce9. Nor,
-    with `patience_s`, can it make the command wait for longer."""
+    """Call this first. Afterwards printing cannot end the command: not a reader that has gone
+    (`| head -1`), a closed stream (`2>&-`), or a character that the encoding lacks, such as a byte
+    of a file's name that is not UTF-8 (it is shown as \\udce9). With `patience_s` printing cannot
+    make the command wait for longer either."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file would take its place
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -244,8 +244,8 @@ def ancestors() -> dict[int, list[str]]:
 
 
 def _started(pid: int, before: str | None = None) -> str | None:
-    """Return when a process was started, by the kernel's own clock, which is never set; None if it
-    has ended, and `before` if it cannot be read."""
+    """Return a process's start time in ticks since boot, which no change of the clock affects; None
+    if it has ended, and `before` if it cannot be read."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except (FileNotFoundError, ProcessLookupError):

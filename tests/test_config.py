@@ -381,7 +381,7 @@ def test_all_that_is_wrong_with_a_line_is_said(capsys: pytest.CaptureFixture[str
     assert code_of("--lr 0.1 --b 208 --gpu 0 /images --xyz --momentum 7 -j -1", size=8) == 2
     said = capsys.readouterr().err.splitlines()
     expected = [
-        "error: not all of this command line",
+        "error: this trainer does not know all",
         "  --lr 0.1: write --base-lr 0.0125; the rate of one worker: --lr / 8",
         "  --b 208: write --batch-size 208",
         "  --gpu 0: leave it out; each rank takes",

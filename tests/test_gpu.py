@@ -1,7 +1,7 @@
 """What ten minutes on a machine with one or two GPUs can show: `make gpu-check`, docs/gpu.md.
 
-With --dry each test runs on the CPU, small. What a test cannot do here it says, with what is
-missing. The report (--junitxml) has figures and versions.
+With --dry each test runs on the CPU, small. A skipped test names what it lacks. The report
+(--junitxml) has figures and versions.
 """
 
 import math

@@ -5,8 +5,8 @@
 
 For tests whose subject is not how processes start or end. The program's parent is the server. It
 gets environment, working folder, cores, files and signals of the process that asked for it, and
-dies with that one. Not its own are the order in which Python hashes texts, and what counts only
-when Python starts: a locale, limits, PYTHONUTF8.
+dies with that one. It shares the server's hash seed, and what is read only when Python starts: a
+locale, limits, PYTHONUTF8.
 """
 
 import contextlib

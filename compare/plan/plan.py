@@ -521,7 +521,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def end(self) -> tuple[Any, ...]:
         """The end rule as numbers: blocks, 1 - width of the interval, minutes. If all numbers of a
         plan are at least those of another, it ends no earlier. A fixed number of blocks and a rule
-        cannot be compared: each has a number that is smaller."""
+        are incomparable: neither surely ends later."""
         return (
             (0, 1 - self.until_interval, self.minutes)
             if self.blocks is None

@@ -248,7 +248,7 @@ def _groups(values: list[str], hosts: Sequence[str]) -> str:
 
 # -- What a run ran on: environment.json -----------------------------------------------------------
 
-# From before this process sets variables for its engine, since the two engines need different ones.
+# A snapshot taken before this process sets its engine's variables, which differ between engines.
 VARIABLES_AT_START = dict(os.environ)
 
 

@@ -69,7 +69,7 @@ def read_flags(
     if unknown:
         _refuse_words(engine, world_size, argv, unknown, program)
     config = _resolve(parsed)
-    # A preset's loss scale is for its fp16. If a flag gives another precision, its default holds.
+    # A preset's loss scale applies only to the preset's own precision.
     if "--loss-scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
         config = replace(config, loss_scale=None)
     check(config, engine, world_size)
@@ -159,7 +159,7 @@ def _refuse_words(
     except SystemExit:  # the parser does not accept a value, and will say so
         pass
     line, advice = in_our_words(argv, unknown, config, world_size)
-    lines = ["not all of this command line is meant for this trainer:", *advice, *more]
+    lines = ["this trainer does not know all of this command line:", *advice, *more]
     if any(is_others(word) for word in unknown):
         lines.append(
             "defaults differ from the other trainer's, too: see docs/flags.md, or take a preset of "

@@ -73,7 +73,7 @@ Scope = Literal[
     "measurement",  # what is measured during training: in the fingerprint, because it takes time
     "run",  # what is written, and when the run ends
 ]
-# What a flag needs to have an effect; recipe/settings/config.py has the warning if it is missing.
+# Conditions without which a flag has no effect; recipe/settings/config.py warns of it.
 Need = Literal[
     "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
     "step schedule", "cosine schedule", "falling schedule", "warm-up", "residual blocks",
