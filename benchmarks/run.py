@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from compare.evidence.records import load_comparison
-from compare.page.findings import Report
+from compare.page.report import Report
 from compare.page.tables import goals_tables, table_text
 from compare.plan.environment import ROOT
 from compare.running.launch import utc_stamp

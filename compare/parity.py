@@ -24,7 +24,7 @@ import msgspec
 from tabulate import tabulate
 from tyro.conf import Positional
 
-from compare.evidence.tensors import Parity, compare_ranks, compare_runs
+from compare.evidence.parity import Parity, compare_ranks, compare_runs
 from compare.plan.configurations import CONFIGURATIONS, DEFAULT_CONFIGURATIONS
 from compare.plan.plan import Plan, Words
 from compare.plan.plan_file import check_plan, split_words_at_dashes

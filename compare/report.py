@@ -57,8 +57,8 @@ def report(
     from compare.evidence.records import find_comparisons, load_comparison
     from compare.page import formats
     from compare.page.chart import standalone
-    from compare.page.findings import Report
     from compare.page.plots import draw_plots
+    from compare.page.report import Report
 
     found = [load_comparison(folder) for folder in find_comparisons(comparisons)]
     refuse_copies(found)

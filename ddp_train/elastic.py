@@ -2,9 +2,9 @@
 
 torchrun's agent restarts all ranks when one has ended, and each must load torch again. Here the
 process that the agent starts is only a watcher: it forks the process that trains
-(recipe/nursery.py). After a loss all watchers fork a new one. They agree on the generation of ranks
-through the agent's store; the agent does not notice. On several hosts there are no watchers: an
-agent replaces what is lost with a host, watchers would not.
+(recipe/rank_forker.py). After a loss all watchers fork a new one. They agree on the generation of
+ranks through the agent's store; the agent does not notice. On several hosts there are no watchers:
+if a host is lost, only the agents can replace its ranks.
 
 If a rank ends in another way, by an error or a signal, its watcher ends too, and the agent decides.
 """
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from recipe.errors import one_message
-from recipe.nursery import GENERATION, Nursery, leave_like, look_s
+from recipe.rank_forker import GENERATION, RankForker, leave_like, look_s
 from recipe.settings.config import parse_args
 from recipe.watch import nearest_launcher, own_world
 
@@ -33,7 +33,7 @@ def supervise() -> None:
     if config.resume != "auto" or config.name is None:
         return
     with one_message(world):
-        nursery = Nursery("ddp_train.train", config.knob_variables)
+        forker = RankForker("ddp_train.train", config.knob_variables)
         from torch.distributed import TCPStore
 
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -43,20 +43,20 @@ def supervise() -> None:
             generation = _next(store, generation)
         while True:
             os.environ[GENERATION] = str(generation)
-            if nursery.start():
+            if forker.start():
                 return
             with suppress(RuntimeError):  # an agent is gone, and the store with it
-                while nursery.wait(look_s(world.size)) is None:
+                while forker.wait(look_s(world.size)) is None:
                     if int(store.get(GENERATION)) > generation:
                         break
-                is_lost = nursery.is_lost(nursery.end())
+                is_lost = forker.is_lost(forker.end())
                 if is_lost and generation < most and not store.check([_end_of(generation)]):
                     generation = _next(store, generation)
                     continue
                 store.set(_end_of(generation), "")
                 if is_lost and generation == most:  # else the agent would allow as many restarts
                     nearest_launcher(world).terminate()
-            leave_like(nursery.end())
+            leave_like(forker.end())
 
 
 def _end_of(generation: int) -> str:

@@ -17,7 +17,7 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
 from recipe.errors import EXIT_SAVED, UserError, fail, one_message
-from recipe.nursery import Nursery, look_s
+from recipe.rank_forker import RankForker, look_s
 from recipe.settings.config import parse_args
 from recipe.watch import own_world
 
@@ -46,17 +46,17 @@ def supervise() -> None:
         fail(world, message if world.is_first else "", exit_code=2)
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(MEETING_S))
     with one_message(world):
-        nursery = Nursery("horovod_train.train", config.knob_variables)
+        forker = RankForker("horovod_train.train", config.knob_variables)
         from horovod_train.announcements import Announcements  # loads Horovod's launcher
 
         announcements = Announcements(os.environ["HOROVOD_GLOO_IFACE"])
         _request("PUT", f"/worker_addresses/{_slot()}", announcements.for_driver, MEETING_S)
         while True:
             announcements.pause()  # a process that forks should have one thread
-            if nursery.start():
+            if forker.start():
                 return
             announcements.listen()
-            exit_code = _watch_over(nursery, announcements.changed)
+            exit_code = _watch_over(forker, announcements.changed)
             if exit_code is not None:
                 sys.exit(exit_code)
             announcements.changed.clear()  # the new place includes the change
@@ -66,20 +66,20 @@ def supervise() -> None:
             os.environ |= place
 
 
-def _watch_over(nursery: Nursery, changed: threading.Event) -> int | None:
+def _watch_over(forker: RankForker, changed: threading.Event) -> int | None:
     """Return the exit code of the process that trains, or None if all ranks must start again."""
     word = ""
-    while nursery.wait(look_s(int(os.environ["HOROVOD_SIZE"]))) is None:
+    while forker.wait(look_s(int(os.environ["HOROVOD_SIZE"]))) is None:
         if (word := _hear()) in (AGAIN, OVER):
             break
         if changed.is_set() and not word:
             print("hosts have come or gone: all ranks go on from a checkpoint", flush=True)
             changed.clear()
             _say(HOSTS)
-            os.kill(nursery.rank, signal.SIGUSR1)
-    exit_code, word = nursery.end(), _hear()
+            os.kill(forker.rank, signal.SIGUSR1)
+    exit_code, word = forker.end(), _hear()
     on_one_host = os.environ["HOROVOD_LOCAL_SIZE"] == os.environ["HOROVOD_SIZE"]
-    if word != OVER and nursery.is_lost(exit_code, on_one_host):
+    if word != OVER and forker.is_lost(exit_code, on_one_host):
         _say(AGAIN)
         return None
     if not word and exit_code not in (0, EXIT_SAVED):  # it has reported an error

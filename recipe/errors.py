@@ -38,8 +38,8 @@ WRITES: list[Future[None]] = []
 # Set when this rank ends because of an error: a signal then comes from the launcher, which has seen
 # another rank end.
 FAILING = threading.Event()
-# An environment variable: set for a rank whose watcher (recipe/nursery.py) replaces it when another
-# rank is lost.
+# An environment variable: set for a rank whose watcher (recipe/rank_forker.py) replaces it when
+# another rank is lost.
 OWN_RANK = "TRAINED_UNDER_WATCH"
 keep_state: Callable[[], object] | None = None  # if set, such a rank calls this after a loss
 # A signal asked the run to end, and it has saved a checkpoint: EX_TEMPFAIL of sysexits.h, after

@@ -1,4 +1,4 @@
-"""What a rank and its watcher (nursery.py) tell each other, in memory that both share.
+"""What a rank and its watcher (rank_forker.py) tell each other, in memory that both share.
 
 A rank that nobody watches writes there, too, and nobody asks it to end.
 """

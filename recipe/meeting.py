@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from recipe import watch
 from recipe.errors import UserError, refuse
-from recipe.nursery import GENERATION
+from recipe.rank_forker import GENERATION
 from recipe.settings.config import Config
 from recipe.watch import engine_timeout
 from recipe.world import World, lone_copy_message, prepare_mpi, waits_for

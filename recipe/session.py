@@ -15,7 +15,7 @@ import torch
 from msgspec import convert
 from torch import nn
 
-from recipe import errors, nursery, watch
+from recipe import errors, rank_forker, watch
 from recipe.data.batches import (
     Batch,
     Data,
@@ -47,11 +47,11 @@ from recipe.record.fingerprint import (
     fingerprint,
 )
 from recipe.record.folder import STOP_FILE, open_run_folder
+from recipe.record.kept_state import KeptState
 from recipe.record.meter import StepMeter, Usage, measure_usage, straggler, summarize
 from recipe.record.recorder import Recorder, Silence
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
-from recipe.record.spare import Spare
 from recipe.settings.config import Config
 from recipe.training.batch_norm import align_batch_norm
 from recipe.training.metrics import Sums, means, validate
@@ -112,8 +112,10 @@ class Session:
         self.keeps_checkpoints = config.keep_checkpoints > 0 and not config.evaluate
         self.folder = open_run_folder(config, ranks, self.engine)
         can_keep = self.device.type == "cpu" and not config.use_adasum
-        self.spare = Spare(parts.model, nursery.files) if can_keep and nursery.files else None
-        self.progress, was_kept = resume(parts, config, ranks, data, self.folder, self.spare)
+        self.kept_state = (
+            KeptState(parts.model, rank_forker.files) if can_keep and rank_forker.files else None
+        )
+        self.progress, was_kept = resume(parts, config, ranks, data, self.folder, self.kept_state)
         if was_kept:  # the last checkpoint may be old, or was lost before it was on disk
             self.keep_checkpoint(parts.whole())
         is_first, known = self.world.is_first, (-1.0, False)
@@ -191,11 +193,11 @@ class Session:
         self.looked_at = self.first_step, time.perf_counter()
         if self.keeps_checkpoints:
             obey_signals()
-        if self.spare:
-            self._survive_losses(self.spare, parts)
+        if self.kept_state:
+            self._survive_losses(self.kept_state, parts)
         return self._goes_on(parts)
 
-    def _survive_losses(self, spare: Spare, parts: Trainables) -> None:
+    def _survive_losses(self, kept_state: KeptState, parts: Trainables) -> None:
         """When another rank is lost, keep the state after the last complete step. Ranks notice a
         loss when they exchange data: before an update, or while they count the step."""
         network, progress = parts.fp16_model or parts.model, self.progress
@@ -203,17 +205,17 @@ class Session:
 
         def keep() -> None:
             if self.is_resumable:
-                spare.take_statistics(progress.step)
+                kept_state.take_statistics(progress.step)
                 contents = contents_of(parts, progress, self.config, self.data)
                 if not not_finite(contents):  # else the last checkpoint counts
-                    spare.keep(contents | {"world_size": self.world.size}, progress.step)
+                    kept_state.keep(contents | {"world_size": self.world.size}, progress.step)
 
         def note(*_: object) -> None:
             if network.training:
-                spare.note_statistics(progress.step + 1)
+                kept_state.note_statistics(progress.step + 1)
 
         errors.keep_state = keep
-        spare.note_statistics(progress.step)
+        kept_state.note_statistics(progress.step)
         network.register_forward_hook(note)
 
     def _goes_on(self, parts: Trainables) -> bool:
@@ -264,8 +266,8 @@ class Session:
         step_samples = samples_per_step(self.config, self.readers, self.epoch)
         watch.begin("")
         marks.has_made_step = True
-        if self.spare:
-            self.spare.forget()
+        if self.kept_state:
+            self.kept_state.forget()
         progress.end_step(step_samples, self.meter.total_seconds, skipped_steps)
         self.meter.end_step(sums, learning_rate)
         self._pass_over()
@@ -308,8 +310,8 @@ class Session:
         vars(self.progress).update(vars(earlier) | {"total_seconds": self.meter.total_seconds})
         self.meter.coming.clear()  # the steps after the bad one
         self.left_out.append((bad.samples_seen - bad.images, bad.images))
-        if self.spare:
-            self.spare.note_statistics(self.progress.step)
+        if self.kept_state:
+            self.kept_state.note_statistics(self.progress.step)
         self._find_end()
         self._read_on()
         self._open_record()
@@ -390,8 +392,8 @@ class Session:
         config, ranks, progress = self.config, self.ranks, self.progress
         finish_checkpoint()  # here: the watch expects a pause, and the other ranks wait just below
         align_batch_norm(parts.model, config, ranks)
-        if self.spare:
-            self.spare.note_statistics(progress.step)
+        if self.kept_state:
+            self.kept_state.note_statistics(progress.step)
         check_same_weights(parts.model, progress.step, ranks)
         if self.keeps_checkpoints:
             self.saved_at = time.monotonic()

@@ -50,7 +50,7 @@ def start_loaders_server() -> None:
 
     They are not forked from this process: neither MPI nor CUDA survives that. A worker loads the
     trainer's script again, so everything that the script imports should already be loaded. A rank
-    that was itself forked with all of that (see recipe/nursery.py) forks the server in turn. The
+    that was itself forked with all of that (recipe/rank_forker.py) forks the server in turn. The
     sockets of these processes are in the folder for temporary files, or in /tmp if names in that
     folder would be too long.
     """

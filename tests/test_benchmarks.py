@@ -27,8 +27,8 @@ from compare.evidence.goals import Goal, decided
 from compare.evidence.paired import Estimate, student_quantile
 from compare.evidence.reading import read_block
 from compare.evidence.records import load_comparison
-from compare.page.findings import Report
 from compare.page.formats import as_json, as_markdown, as_text
+from compare.page.report import Report
 from compare.page.tables import goals_tables, table_text
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Run

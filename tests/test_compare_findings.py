@@ -31,9 +31,9 @@ from compare.evidence.rows import (
 )
 from compare.evidence.verdicts import judge
 from compare.evidence.words import labels_of
-from compare.page.findings import MISSING, Report, notices
 from compare.page.formats import as_markdown, as_page, as_text
 from compare.page.plots import ALONE, draw_plots
+from compare.page.report import MISSING, Report, notices
 from compare.page.tables import PHASES
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Share

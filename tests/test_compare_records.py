@@ -18,8 +18,8 @@ from compare.evidence.reading import TimedSummary, contradictions
 from compare.evidence.records import (
     load_comparison,
 )
-from compare.page.findings import Report
 from compare.page.formats import as_markdown, as_page, as_text
+from compare.page.report import Report
 from compare.plan.plan import Plan, Run
 from compare.plan.plan_file import plan_record, write_plan
 from recipe.errors import UserError

@@ -20,9 +20,9 @@ from compare import report
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
 from compare.evidence.rows import training_rows
-from compare.page.findings import Report
 from compare.page.formats import as_page
 from compare.page.plots import draw_plots
+from compare.page.report import Report
 from compare.plan.configurations import Configuration
 
 ROOT = Path(__file__).resolve().parent.parent

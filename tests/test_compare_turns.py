@@ -22,9 +22,9 @@ from compare.evidence.rows import speed_rows
 from compare.evidence.turns import Purpose
 from compare.evidence.verdicts import correction_text, interaction, judge
 from compare.evidence.words import interval_text, labels_of
-from compare.page.findings import WARNINGS, Report, SideBySide, notices
 from compare.page.formats import as_markdown, as_page, as_text
 from compare.page.plots import draw_plots
+from compare.page.report import WARNINGS, Report, SideBySide, notices
 from compare.page.tables import ratio_cell
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")

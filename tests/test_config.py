@@ -26,7 +26,7 @@ from recipe.settings import config as config_module
 from recipe.settings.config import Config, check, parse_args, read_flags, without_effect
 from recipe.settings.flags import FLAG_NAMES, FLAGS, SECTIONS, Need, Scope, names_of, spelled
 from recipe.settings.knobs import SETTINGS, Knobs, knobs_text, read_knobs
-from recipe.settings.others import OTHERS_FLAGS
+from recipe.settings.other_trainers import OTHERS_FLAGS
 from recipe.settings.presets import PRESETS, preset
 from recipe.settings.presets import preset as preset_of
 

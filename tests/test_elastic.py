@@ -46,7 +46,7 @@ from torch import nn
 from ddp_train import elastic
 from horovod_train.announcements import Announcements
 from recipe.record.checkpoint import step_path
-from recipe.record.spare import Spare
+from recipe.record.kept_state import KeptState
 
 
 def ranks_below(launcher: subprocess.Popen) -> dict[int, psutil.Process]:
@@ -232,7 +232,7 @@ def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:
     with (tmp_path / "state").open("w+b") as state, (tmp_path / "notes").open("w+b") as notes:
         files = state.fileno(), notes.fileno()
         model, another = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-        earlier = Spare(model, files)
+        earlier = KeptState(model, files)
         assert not earlier.step
         means = {}
         for step in range(4, 9):
@@ -240,25 +240,25 @@ def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:
             earlier.note_statistics(step)
             means[step] = model.running_mean.clone()
         earlier.keep({"weights": torch.ones(2)}, 7)
-        spare = Spare(another, files)  # the rank that takes its place
-        assert spare.step == 7 and torch.load(spare.state)["weights"].sum() == 2
+        kept_state = KeptState(another, files)  # the rank that takes its place
+        assert kept_state.step == 7 and torch.load(kept_state.state)["weights"].sum() == 2
         for step in (8, 7, 6):
-            spare.take_statistics(step)
+            kept_state.take_statistics(step)
             assert torch.equal(another.running_mean, means[step])
         assert another.num_batches_tracked == 3  # after steps 4, 5 and 6
-        spare.take_statistics(5)  # that is no longer there
+        kept_state.take_statistics(5)  # that is no longer there
         assert torch.equal(another.running_mean, means[6])
-        spare.forget()
+        kept_state.forget()
         assert not earlier.step
 
 
-# A nursery in a process of its own, with a rank for each way in which one starts and ends.
-NURSERY = """
+# A forker in a process of its own, with a rank for each way in which one starts and ends.
+FORKER = """
 import os, signal, sys, threading, time
-from recipe import nursery as module
+from recipe import rank_forker as module
 from recipe.marks import marks
 module.NOTICE_S, BUSY = 0.5, ("batch", "write")
-nursery, codes = module.Nursery("recipe.ranks"), []
+forker, codes = module.RankForker("recipe.ranks"), []
 def train(how):
     marks.has_made_step = "step" in how
     marks.is_complete = "complete" in how
@@ -276,17 +276,17 @@ def train(how):
 for how in sys.argv[1:]:
     if how == "thread that ends":  # it is waited for
         threading.Thread(target=time.sleep, args=(0.1,)).start()
-    if nursery.start():
+    if forker.start():
         assert len(os.listdir("/proc/self/task")) == 1 and os.getsid(0) == os.getpid()
         train(how)
-    nursery.wait(0.1 if how == "hang" or how in BUSY else 60.0)
+    forker.wait(0.1 if how == "hang" or how in BUSY else 60.0)
     while how in BUSY and not marks.batch_s:
         time.sleep(0.01)
-    code = nursery.end()
-    codes.append((code, nursery.is_lost(code)))
+    code = forker.end()
+    codes.append((code, forker.is_lost(code)))
 print(codes, flush=True)
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-assert nursery.start() and nursery.start()  # with a second thread, or CUDA, it does not fork ...
+assert forker.start() and forker.start()  # with a second thread, or CUDA, it does not fork ...
 assert "TRAINED_UNDER_WATCH" in os.environ  # ... but resumes as all other ranks do
 module.leave_like(-9)  # as some rank has
 """
@@ -314,10 +314,10 @@ ENDS = [
 ]
 
 
-def test_a_nursery_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
-    (tmp_path / "nursery.py").write_text(NURSERY)
+def test_a_forker_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
+    (tmp_path / "forker.py").write_text(FORKER)
     told = subprocess.run(
-        [sys.executable, tmp_path / "nursery.py", *(how for how, _ in ENDS)],
+        [sys.executable, tmp_path / "forker.py", *(how for how, _ in ENDS)],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert told.returncode == KILLED, told
@@ -331,8 +331,8 @@ def test_no_watcher_replaces_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(elastic, "parse_args", lambda *_: a_config(resume="auto", name="run"))
-    monkeypatch.setattr(elastic, "Nursery", lambda *_: started.append("a nursery") or sys.exit())
-    for local_size, expected in ((1, []), (2, ["a nursery"])):
+    monkeypatch.setattr(elastic, "RankForker", lambda *_: started.append("a forker") or sys.exit())
+    for local_size, expected in ((1, []), (2, ["a forker"])):
         world = replace(a_world(0, 2), local_size=local_size)
         monkeypatch.setattr(elastic, "own_world", lambda world=world: world)
         with suppress(SystemExit):

@@ -14,8 +14,8 @@ from compare import keep, report
 from compare.evidence.occasions import over_occasions, pool
 from compare.evidence.paired import Estimate
 from compare.evidence.records import load_comparison
-from compare.page.findings import Report, SideBySide, asks_other
 from compare.page.formats import as_json, as_markdown, as_page, as_text
+from compare.page.report import Report, SideBySide, asks_other
 
 
 def an_estimate(log: float, error: float) -> Estimate:

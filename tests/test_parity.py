@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launching import launch
 from records import a_summary
 
-from compare.evidence.tensors import distance_of, ulp_distances
+from compare.evidence.parity import distance_of, ulp_distances
 from compare.parity import main
 
 BUFFER = "buffer/bn1.running_mean"

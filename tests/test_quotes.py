@@ -25,8 +25,8 @@ from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
 from compare.evidence.records import load_comparison
 from compare.evidence.words import interval_text, ratio_text
 from compare.page.allreduce import read_measurement
-from compare.page.findings import Report, SideBySide
 from compare.page.formats import as_markdown
+from compare.page.report import Report, SideBySide
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

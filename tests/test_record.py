@@ -30,12 +30,12 @@ from recipe.record import console as console_module
 from recipe.record import meter as measuring
 from recipe.record import recorder as record
 from recipe.record.console import LINE_S
+from recipe.record.kept_state import KeptState
 from recipe.record.meter import StepMeter
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.recorder import Recorder, Silence
 from recipe.record.resume import steps_left_out, take_over
 from recipe.record.schema import WARM_UP_STEPS
-from recipe.record.spare import Spare
 from recipe.session import LOOK_SECONDS, Session
 from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation
@@ -74,7 +74,7 @@ class Training(Session):
         self.world = self.readers = world or a_world()
         self.ranks = Ranks(self.world)
         self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
-        self.is_complete, self.spare = False, None
+        self.is_complete, self.kept_state = False, None
         if self.world.is_first:
             take_over(folder, config, self.progress)
         self.folder, self.data, self.first_step, self.last_step = (
@@ -340,8 +340,8 @@ def surviving(
     session.environment, session.lr_scale = ENVIRONMENT, 1.0
     parts = Trainables(model, build_optimizer(model, CONFIG), build_scaler(CONFIG, CPU), None)
     with (tmp_path / "state").open("w+b") as state, (tmp_path / "notes").open("w+b") as notes:
-        session.spare = Spare(model, (state.fileno(), notes.fileno()))
-        session._survive_losses(session.spare, parts)
+        session.kept_state = KeptState(model, (state.fileno(), notes.fileno()))
+        session._survive_losses(session.kept_state, parts)
         session.steps(3)
         yield session, parts
     errors.keep_state = None
@@ -367,8 +367,8 @@ def test_a_rollback_notes_the_statistics_of_the_step_gone_back_to(
     assert session.left_out == [(12, 4)] and session.last_step == 14
     for buffer in buffers:
         buffer.fill_(7)  # the next step's forward pass
-    assert session.spare is not None
-    session.spare.take_statistics(1)
+    assert session.kept_state is not None
+    session.kept_state.take_statistics(1)
     assert buffers and all((buffer == 5).all() for buffer in buffers)
 
 
@@ -380,9 +380,9 @@ def test_a_state_that_is_not_finite_is_not_kept(
     session, parts = surviving
     with torch.no_grad():
         next(parts.model.parameters()).view(-1)[-1] = value
-    assert errors.keep_state is not None and session.spare is not None
+    assert errors.keep_state is not None and session.kept_state is not None
     errors.keep_state()
-    assert session.spare.step == (3 if math.isfinite(value) else 0)
+    assert session.kept_state.step == (3 if math.isfinite(value) else 0)
 
 
 def test_what_is_left_out_stays_in_the_record_when_a_run_goes_further_back(

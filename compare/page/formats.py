@@ -17,8 +17,8 @@ from compare.evidence.equality import Fact, difference_text
 from compare.evidence.records import Comparison
 from compare.evidence.words import count, place_text, short, shortest_unique_names
 from compare.page.chart import template
-from compare.page.findings import ASIDE, ENVIRONMENT, Report, SideBySide
 from compare.page.plots import draw_plots
+from compare.page.report import ASIDE, ENVIRONMENT, Report, SideBySide
 from compare.page.tables import (
     APART,
     POOLED,

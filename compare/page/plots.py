@@ -23,7 +23,7 @@ from compare.page.chart import (
     bar,
     linear,
 )
-from compare.page.findings import Report
+from compare.page.report import Report
 from compare.page.tables import PHASES
 
 DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")

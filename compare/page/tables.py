@@ -12,7 +12,7 @@ from compare.evidence.goals import NO_VERDICT, UNFINISHED, Goal
 from compare.evidence.paired import Difference, Estimate
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
-from compare.page.findings import Report, SideBySide
+from compare.page.report import Report, SideBySide
 from compare.plan.configurations import PEERS
 
 POOLED = (

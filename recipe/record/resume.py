@@ -33,7 +33,7 @@ from recipe.record.checkpoint import (
 )
 from recipe.record.folder import new_folder, one_sentence, records
 from recipe.record.formats import format_of
-from recipe.record.spare import Spare
+from recipe.record.kept_state import KeptState
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
 from recipe.training.state import Progress, Trainables, round_weights
@@ -49,7 +49,7 @@ def resume(
     ranks: Ranks,
     data: Data,
     run_folder: Path,
-    spare: Spare | None = None,
+    kept_state: KeptState | None = None,
 ) -> tuple[Progress, bool]:
     """Resume from the checkpoint that --resume means, on all ranks alike, and return its progress;
     that of a fresh start if there is none. A later state that a rank has kept when another rank was
@@ -62,11 +62,14 @@ def resume(
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
             if OWN_RANK in os.environ:
-                steps = [int(spare.step) if spare else 0, step_in_name(path) if path else 0]
+                steps = [
+                    int(kept_state.step) if kept_state else 0,
+                    step_in_name(path) if path else 0,
+                ]
                 kept, saved = ranks.rows(torch.tensor(steps)).T.tolist()
                 if is_kept := max(kept) > max(saved):
                     holder = kept.index(max(kept))
-                    path = spare.state if spare and holder == world.rank else None
+                    path = kept_state.state if kept_state and holder == world.rank else None
             contents = load_on_all_ranks(path, ranks, holder)
         except OSError as error:
             raise UserError(
@@ -76,8 +79,8 @@ def resume(
         if contents is not None:
             name = str(path or config.resume)
             progress = restore(contents, parts, config, world, data, name)
-            if spare and is_kept:
-                spare.take_statistics(progress.step)
+            if kept_state and is_kept:
+                kept_state.take_statistics(progress.step)
             changed = changed_settings(contents, config, world)
             if changed and world.is_first:
                 print(f"warning: {name} was trained with other settings: {changed}", flush=True)

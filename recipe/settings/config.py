@@ -20,7 +20,7 @@ from tyro.conf import arg
 from recipe.errors import OWN_RANK, UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
 from recipe.settings.knobs import Knobs, read_knobs, set_variables
-from recipe.settings.others import in_our_words, is_others, with_open_numbers
+from recipe.settings.other_trainers import in_our_words, is_others, with_open_numbers
 from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
 

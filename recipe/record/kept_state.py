@@ -1,4 +1,4 @@
-"""State that ranks keep in their host's memory for their replacements (recipe/nursery.py).
+"""State that ranks keep in their host's memory for their replacements (recipe/rank_forker.py).
 
 When another rank is lost, a rank keeps its state after the last complete step, like a checkpoint.
 BatchNorm's statistics differ from rank to rank, so each rank notes its own in each step. A lost
@@ -15,8 +15,8 @@ from torch import nn
 STEPS = 3
 
 
-class Spare:
-    """A rank's state and notes, in its nursery's files. For CPUs only: each step would have to wait
+class KeptState:
+    """A rank's state and notes, in its watcher's files. For CPUs only: each step would have to wait
     for a GPU, and over NCCL a rank does not learn of a loss."""
 
     def __init__(self, model: nn.Module, files: tuple[int, int]) -> None:

@@ -34,11 +34,11 @@ LOOK_S, LOOKS_PER_SECOND = 0.2, 100
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
-# Files in this host's memory that outlive a rank and end with its nursery (record/spare.py).
+# Files in this host's memory that outlive a rank and end with its watcher (record/kept_state.py).
 files: tuple[int, int] | None = None
 
 
-class Nursery:
+class RankForker:
     """Starts ranks, one after the other. It imports `module`, which they need; the environment has
     `variables` only during this import."""
 
