@@ -129,7 +129,7 @@ class TrunkTrainer(Rung):
                 done.wait()
             dist.barrier()  # before any trainer uses the updated last layer
 
-    def whole(self) -> Trainables:
+    def unsharded(self) -> Trainables:
         """Return the network with the server's last layer and momentum."""
         head, optimizer = rpc.rpc_sync(self.server, head_and_optimizer)
         for mine, theirs in zip(self.model.fc.parameters(), head.parameters(), strict=True):

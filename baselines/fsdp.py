@@ -73,7 +73,7 @@ class Sharded(Rung):
         for group in self.optimizer.param_groups:
             group["fused"] = None  # fused takes no sharded weights; GPUs then use grouped kernels
 
-    def whole(self) -> Trainables:
+    def unsharded(self) -> Trainables:
         """Return an unsharded copy of network and optimizer on every rank; the network's buffers
         are not copies."""
         weights, state = get_state_dict(self.model, self.optimizer, options=WHOLE)

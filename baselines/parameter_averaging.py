@@ -66,7 +66,7 @@ class LocalSGD(Rung):
             lambda *_: averager.average_parameters(self.model.parameters())
         )
 
-    def whole(self) -> Trainables:
+    def unsharded(self) -> Trainables:
         """Average the ranks' weights and momentum; all ranks continue from the result."""
         if self.progress.step > self.warm_up:
             momenta = [state.get("momentum_buffer") for state in self.optimizer.state.values()]

@@ -147,7 +147,7 @@ class Trainer(Rung):
         with torch.no_grad():
             torch._foreach_copy_(self.weights, in_shapes_of(values, self.weights))
 
-    def whole(self) -> Trainables:
+    def unsharded(self) -> Trainables:
         """Give every trainer the server's weights after all pushes so far."""
         dist.barrier()
         answer, state, self.staleness = rpc.rpc_sync(self.server, pull)

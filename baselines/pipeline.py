@@ -128,7 +128,7 @@ class Pipeline(Rung):
             self.seconds += sum(phases.values())
             self.idle_seconds += phases["data"]
 
-    def whole(self) -> Trainables:
+    def unsharded(self) -> Trainables:
         """Send all weights to every rank, from the rank that trains them, and all momentum to
         rank 0."""
         self.take_times()

@@ -149,7 +149,7 @@ class Driver(Rung):
             torch.futures.wait_all([piece.rpc_async().set_rate(rate) for piece in self.pieces])
             self.distributed.step(self.context)
 
-    def whole(self) -> Trainables:
+    def unsharded(self) -> Trainables:
         """Copy the pieces' weights and momentum into the complete network on rank 0."""
         for part, piece in zip(self.copies, self.pieces, strict=True):
             layers, optimizer = piece.rpc_sync().contents()

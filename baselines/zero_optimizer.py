@@ -47,7 +47,7 @@ class ShardedOptimizer(Rung):
         weights = [weight for group in shard.param_groups for weight in group["params"]]
         shard.state.update((w, plain.state[w]) for w in weights if w in plain.state)
 
-    def whole(self) -> Trainables:
+    def unsharded(self) -> Trainables:
         """Gather the optimizer's state on rank 0, for a checkpoint."""
         self.optimizer.consolidate_state_dict(to=0)
         return self

@@ -37,7 +37,7 @@ from compare.plan.environment import (
     ssh_words,
 )
 from compare.plan.plan_file import take_hostfile
-from compare.running.checks import OWN_NAME, Finding, HostReport, judged, report_host
+from compare.running.checks import OWN_NAME, Finding, HostReport, make_finding, report_host
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import write_json
@@ -54,7 +54,7 @@ Networks = dict[str, dict[str, tuple[str, int]]]  # at which address and port ea
 Hosts = dict[str, subprocess.Popen[str]]  # that answer
 
 
-def look(
+def examine(
     hosts: str | None = None,
     hostfile: str | None = None,
     data: Path | None = None,
@@ -80,7 +80,7 @@ def look(
     findings, reports = list[Finding](), dict[str, HostReport]()
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
-        asked = {name: stack.enter_context(ask(name, data)) for name in names}
+        asked = {name: stack.enter_context(start_remote(name, data)) for name in names}
         for name, report in zip(names, pool.map(read_report, names, asked.values()), strict=True):
             findings += show(name, report.findings)
             if report.versions:
@@ -118,8 +118,8 @@ def show(title: str, findings: list[Finding]) -> list[Finding]:
 # ------------------------------------------------------------------------------------- each host
 
 
-def ask(host: str, data: Path | None) -> subprocess.Popen[str]:
-    """Have a host `answer`, for ANSWER_SECONDS at most."""
+def start_remote(host: str, data: Path | None) -> subprocess.Popen[str]:
+    """Have a host `listen`, for ANSWER_SECONDS at most."""
     words = [sys.executable, str(ROOT / SCRIPT), "--answer-as", host]
     if data is not None:
         words += ["--data", str(data.absolute())]  # not resolved, which a dead mount never answers
@@ -130,7 +130,7 @@ def ask(host: str, data: Path | None) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def answer(answer_as: str, data: Path | None = None) -> int:
+def listen(answer_as: str, data: Path | None = None) -> int:
     """Answer on the host of this name: print its report, then connect to the places that a line of
     the input names, network by network, and print what went wrong. Ends with the input."""
     with socket.create_server(("", 0), backlog=1024) as listener, ThreadPoolExecutor(64) as pool:
@@ -173,7 +173,7 @@ def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
         report = msgspec.convert(answered, HostReport)
         skew = report.time - time.time()
         refused = abs(skew) > MOST_CLOCK_SKEW_HOROVOD and report.versions["Horovod"]
-        clock = judged(
+        clock = make_finding(
             "clock",
             abs(skew) <= MOST_CLOCK_SKEW,
             f"{skew:+.1f} s from this host's",
@@ -203,7 +203,7 @@ def agreement(reports: dict[str, HostReport]) -> Finding:
         if len(set(values.values())) > 1:
             told = ", ".join(f"{value} on {host}" for host, value in values.items())
             differing.append(f"{name} is {told}")
-    return judged(
+    return make_finding(
         "versions",
         not differing,
         "; ".join(differing) or f"equal on {len(reports)} hosts",
@@ -255,7 +255,9 @@ def network_findings(
     told = "; ".join(f"{host}: {report.addresses}" for host, report in reports.items())
     remedy = "connect all by one network, or name an interface that all have (--network-interface)"
     found, status = f"addresses: {told}", "failed" if interface else "warning"
-    findings = [judged("networks", any(n != OWN_NAME for n in problems), found, remedy, status)]
+    findings = [
+        make_finding("networks", any(n != OWN_NAME for n in problems), found, remedy, status)
+    ]
     for network, lines in problems.items():
         status = "failed"
         remedy = "open all its ports, or keep launchers off it: --network-interface names another's"
@@ -263,7 +265,7 @@ def network_findings(
             status = "warning"  # the allreduce shows whom it keeps from meeting
             remedy = "what a host calls itself must lead there from the others, too: /etc/hosts"
         found = "; ".join(lines[:3]) or "every host connects to every other one"
-        findings.append(judged("network", not lines, f"{network}: {found}", remedy, status))
+        findings.append(make_finding("network", not lines, f"{network}: {found}", remedy, status))
     return findings
 
 
@@ -280,7 +282,7 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
         *(word for flag, value in given.items() if value is not None for word in (flag, value)),
     ]  # fmt: skip
     code = subprocess.run([sys.executable, *words[1:]]).returncode
-    return judged(
+    return make_finding(
         "allreduce",
         code == 0,
         f"exit code {code} of `{shlex.join(words)}`",
@@ -289,7 +291,7 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
     )
 
 
-tool = answer if "--answer-as" in sys.argv else look  # on each host; where a person starts it
+tool = listen if "--answer-as" in sys.argv else examine  # on each host; where a person starts it
 # OSError: --json in a folder that is not there.
 main = partial(run_tool, SCRIPT, tool, __doc__, errors=(UserError, OSError))
 

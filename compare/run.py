@@ -351,7 +351,7 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
         if meta.description:
             given, word = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
             part = PrimitiveConstructorSpec(
-                nargs=1, metavar=word, instance_from_str=partial(named, key),
+                nargs=1, metavar=word, instance_from_str=partial(parse_named_value, key),
                 is_instance=bool, str_from_instance=list,  # of defaults, which there are none of
             )  # fmt: skip
             kinds: dict[Any, tuple[Any, Any, str | None]] = {
@@ -371,7 +371,7 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
     return SimpleNamespace(**options, arguments_after_dashes=trainer)
 
 
-def named(key: str, texts: Sequence[str]) -> tuple[str, Any]:
+def parse_named_value(key: str, texts: Sequence[str]) -> tuple[str, Any]:
     """Read what a flag says of a thing with a name: `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a
     configuration; `NAME=[VARIABLE=VALUE ...] command`, a script of a user's own;
     `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin."""

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from recipe.errors import UserError, limit_reached
 
 RESUMES = "interrupted: the same command resumes where it stopped"
-LOST = set[str]()  # why output was dropped that may have a reader, in the system's words
+DROPPED_BECAUSE = set[str]()  # why output was dropped that may have a reader, in the system's words
 UNREAD_S = 1.0  # how long a rank waits for whoever reads what it says
 UNSHOWN = ("None", "True", "False", "")  # as defaults of flags
 
@@ -48,7 +48,7 @@ class _LossyOutput(io.FileIO):
         except BrokenPipeError:  # as in `| head -1`
             return len(data)
         except OSError as error:
-            LOST.add(str(error))
+            DROPPED_BECAUSE.add(str(error))
             return len(data)
 
 
@@ -137,8 +137,8 @@ def run_main(
     prepare_output()
     try:
         code = body(sys.argv[1:] if argv is None else argv)
-        if LOST:
-            raise UserError(f"not all that it printed was written ({LOST.pop()})")
+        if DROPPED_BECAUSE:
+            raise UserError(f"not all that it printed was written ({DROPPED_BECAUSE.pop()})")
         return code
     except Exception as error:
         limit = "" if isinstance(error, UserError) else limit_reached(error)

@@ -117,7 +117,7 @@ class Session:
         )
         self.progress, was_kept = resume(parts, config, ranks, data, self.folder, self.kept_state)
         if was_kept:  # the last checkpoint may be old, or was lost before it was on disk
-            self.keep_checkpoint(parts.whole())
+            self.keep_checkpoint(parts.unsharded())
         is_first, known = self.world.is_first, (-1.0, False)
         known = repair_best(config, self.folder, self.progress) if is_first else known
         # On the device, so that NCCL starts before the first step: a single worker of DDP sends
@@ -184,7 +184,7 @@ class Session:
         and return whether there is anything to train."""
         self.stopped, self.figures, self.trained = False, dict[str, float](), parts
         if self.is_complete or self.lacks_evaluation:
-            self.trained = parts.whole()
+            self.trained = parts.unsharded()
             self.validate(self.trained)
         watch.begin("compiling the network" if self.config.compile else "making the first step")
         self.recorder.console.begin_training(self.last_step)
@@ -219,7 +219,7 @@ class Session:
         network.register_forward_hook(note)
 
     def _goes_on(self, parts: Trainables) -> bool:
-        """Return whether there is more to train. If so, release the result of `parts.whole()`,
+        """Return whether there is more to train. If so, release the result of `parts.unsharded()`,
         which may be a copy."""
         goes_on = not (self.is_complete or self.stopped)
         self.trained = parts if goes_on else self.trained
@@ -248,7 +248,7 @@ class Session:
             self.recorder.write_epoch(self.epoch)
         if save:
             expect_pause()
-            self.trained = parts.whole()
+            self.trained = parts.unsharded()
             self.keep_checkpoint(self.trained)
             self.is_resumable = True
         if (epoch_ended or is_last) and not stops:

@@ -22,7 +22,7 @@ from compare.doctor import agreement, common_networks, connection_problems, netw
 from compare.plan.environment import REMOVED_VARIABLES, ROOT
 from compare.run import make_plan, parse_options
 from compare.running import checks
-from compare.running.checks import OWN_NAME, Finding, HostReport, check_host, judged
+from compare.running.checks import OWN_NAME, Finding, HostReport, check_host, make_finding
 
 TORCH = {"torch": "2.14.1", "torchvision": "0.29.2", "CUDA": "13.0", "NCCL": "2.27.1", "gpus": []}
 HOROVOD = {"version": "0.28.1", "MPI": True, "Gloo": True, "NCCL": False}
@@ -33,7 +33,7 @@ Usage, Memory = namedtuple("Usage", "free"), namedtuple("Memory", "available")
 def sound_machine(monkeypatch, tmp_path):
     """Four idle cores, no GPU, everything installed, a plain shell."""
     of_checks = {
-        "check_load": lambda: judged("other load", True, "", ""), "visible_gpus": lambda: 0,
+        "check_load": lambda: make_finding("other load", True, "", ""), "visible_gpus": lambda: 0,
         "torch_facts": lambda: TORCH, "horovod_facts": lambda: HOROVOD,
         "mpi_version": lambda: "Open MPI 4.1.8",
         "gpu_facts": list, "addresses": lambda: {checks.OWN_NAME: "10.0.0.1"},
@@ -302,7 +302,7 @@ def test_networks_that_hosts_have_in_common() -> None:
 ANSWERS = """
 from compare import doctor
 doctor.report_host = lambda name, data, port: {"port": port}
-doctor.answer("a", None)
+doctor.listen("a", None)
 """
 
 
@@ -347,7 +347,7 @@ def test_a_host_that_does_not_answer(
     monkeypatch.setattr(doctor, "ssh_words", lambda host, words: ["sh", "-c", command])
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 1)
     monkeypatch.setattr(Path, "resolve", None)  # which asks the file system: it may hang, too
-    with doctor.ask("node0", Path("data")) as host:
+    with doctor.start_remote("node0", Path("data")) as host:
         (finding,) = doctor.read_report("node0", host).findings
     assert (finding.subject, finding.status, finding.found) == (subject, "failed", found)
     assert finding.remedy and finding.host == "node0"

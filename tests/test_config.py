@@ -130,7 +130,7 @@ def test_a_flag_is_declared_once() -> None:
     assert sorted(names_of(*get_args(Scope))) == sorted(FLAGS)
     aliases = [alias for flag in FLAGS.values() for alias in flag.aliases]
     assert len({*aliases, *map(spelled, FLAGS)}) == len(aliases) + len(FLAGS)
-    assert config_module._missing(Config(), "ddp", 1).keys() == set(get_args(Need))
+    assert config_module._unmet_needs(Config(), "ddp", 1).keys() == set(get_args(Need))
     for name, flag in FLAGS.items():
         assert set(flag.needs) <= set(get_args(Need)) and set(flag.decides).isdisjoint(aliases)
         assert bool(flag.engine) == (flag.scope == "speed") or name == "knob_variables"

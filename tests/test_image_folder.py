@@ -524,7 +524,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Those that are made before another try, without making them."""
     made: list[float] = []
     monkeypatch.setattr(image_folder.time, "sleep", made.append)
-    monkeypatch.setattr(image_folder, "SAID", set())
+    monkeypatch.setattr(image_folder, "WARNED_OF", set())
     return made
 
 

@@ -30,7 +30,11 @@ from recipe.training.model import (
     seed_step,
     update_ema,
 )
-from recipe.training.optimizers import apex_optimizers, kind_and_settings, schedule_in_words
+from recipe.training.optimizers import (
+    apex_optimizers,
+    optimizer_class_and_arguments,
+    schedule_in_words,
+)
 from recipe.training.state import (
     LEAST_SCALE,
     LossScaler,
@@ -190,8 +194,8 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_how_apex_is_called(name: Any, expected: dict[str, Any]) -> None:
     config = a_config(optimizer=name, momentum=0.7, nesterov=True, betas=(0.8, 0.9))
-    kind, settings = kind_and_settings(config, GPU)
-    made: Any = kind([nn.Parameter(torch.ones(1))], lr=0.5, **settings)
+    optimizer_class, arguments = optimizer_class_and_arguments(config, GPU)
+    made: Any = optimizer_class([nn.Parameter(torch.ones(1))], lr=0.5, **arguments)
     assert (type(made).__name__, made.settings) == (APEX[name], expected)
     remade: Any = as_horovod_makes_it(made)
     assert remade.settings == {k: v for k, v in expected.items() if k == "max_grad_norm"}
@@ -208,7 +212,9 @@ def test_apex_without_a_gpu_or_without_its_kernels(monkeypatch: pytest.MonkeyPat
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("apex.optimizers.FusedLAMB requires cuda extensions")
 
-    monkeypatch.setattr("recipe.training.model.kind_and_settings", lambda *_: (refuse, {}))
+    monkeypatch.setattr(
+        "recipe.training.model.optimizer_class_and_arguments", lambda *_: (refuse, {})
+    )
     with pytest.raises(UserError, match="FusedLAMB requires cuda extensions; install Apex as"):
         build_optimizer(TinyNet(), config)
 

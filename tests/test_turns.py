@@ -51,7 +51,7 @@ from compare.running.comparison import (
 )
 from compare.running.launch import marked_processes
 from compare.running.scheduler import (
-    MEANINGS,
+    HINTS_BY_OUTPUT,
     NO_ROOM,
     MeasurementError,
     Rank,
@@ -385,13 +385,13 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
     ],
 )
 def test_what_has_no_room_beside_others_says_so(line: str) -> None:
-    meaning = next(MEANINGS[sign] for sign in MEANINGS if sign in line)
+    meaning = next(HINTS_BY_OUTPUT[sign] for sign in HINTS_BY_OUTPUT if sign in line)
     assert meaning == NO_ROOM and "--measure runs" in meaning
 
 
 def test_a_gpu_that_lets_in_one_process_only_is_told_by_its_compute_mode() -> None:
     line = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
-    meaning = next(MEANINGS[sign] for sign in MEANINGS if sign in line)
+    meaning = next(HINTS_BY_OUTPUT[sign] for sign in HINTS_BY_OUTPUT if sign in line)
     assert "compute mode" in meaning and "--measure runs" in meaning
 
 

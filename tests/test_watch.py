@@ -251,7 +251,7 @@ def test_a_rank_that_is_asked_ends_where_a_batch_begins(monkeypatch: pytest.Monk
     ("function", "announced", "slow"),
     [
         (Session.roll_back, "expect_delay()", "finish_checkpoint()"),
-        (Session.end_step, "expect_pause()", "parts.whole()"),
+        (Session.end_step, "expect_pause()", "parts.unsharded()"),
         (Session.end_step, "expect_pause()", "self.keep_checkpoint("),
         # In the checkpoint, not several batches later, other ranks wait for a slow disk.
         (Session.keep_checkpoint, "finish_checkpoint()", "align_batch_norm("),

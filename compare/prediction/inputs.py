@@ -66,7 +66,7 @@ class Inputs:
 
 
 # Variables that make Horovod exchange in ways that are not in the model.
-UNLIKE = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1", "HOROVOD_CACHE_CAPACITY": "0"}
+UNMODELLED = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "1", "HOROVOD_CACHE_CAPACITY": "0"}
 
 
 def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
@@ -91,7 +91,7 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
         "with the same model and batch as the others; these have "
         f"{sorted(run.workers for run in runs)} workers. Make it with: {shlex.join(command)}",
     ))  # fmt: skip
-    for name, value in UNLIKE.items():
+    for name, value in UNMODELLED.items():
         refuse((
             variables.get(name) == value,
             f"{of.folder}: ran with {name}={value}, which is not in the model; measure without it",

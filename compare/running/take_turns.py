@@ -61,7 +61,7 @@ from recipe.world import World, read_world
 # threads on Gloo wait for each other all the time; torch's monitor of its NCCL watchdog thread
 # aborts after 480 s by default.
 NEVER_S = "1000000"
-PATIENT = {
+WITHOUT_TIMEOUTS = {
     "HOROVOD_GLOO_TIMEOUT_SECONDS": NEVER_S,
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": NEVER_S,
@@ -423,7 +423,7 @@ def join_if_measured() -> None:
 def main() -> None:
     """Join the comparison before anything large is loaded, then run the trainer."""
     join_if_measured()
-    os.environ.update(PATIENT)
+    os.environ.update(WITHOUT_TIMEOUTS)
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parents[1])
     train(sys.argv[0])

@@ -397,7 +397,7 @@ SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 # Errors of file servers and disks that may pass, and the pauses before each new try.
 PASSING_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN}
 PAUSES_S = (0.1, 0.4, 1.6, 6.4)
-SAID: set[int | None] = set()  # the errors that this process has warned of
+WARNED_OF: set[int | None] = set()  # the errors that this process has warned of
 
 
 def first_few(names: list[str], count: int = 3) -> str:
@@ -466,8 +466,8 @@ def read_patiently(path: str, read: Callable[[], bytes]) -> bytes:
             except OSError as error:
                 if error.errno not in PASSING_ERRORS:
                     raise
-                if error.errno not in SAID:
-                    SAID.add(error.errno)
+                if error.errno not in WARNED_OF:
+                    WARNED_OF.add(error.errno)
                     print(
                         f"warning: {path}: cannot be read ({error.strerror}); trying again for "
                         f"{sum(PAUSES_S):.0f} s (this warning appears only once)",

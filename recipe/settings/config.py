@@ -447,10 +447,10 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
     """Return warnings about settings that differ from the preset `base` but have no effect in this
     run, and about settings that are probably a mistake."""
-    missing = _missing(config, engine, world_size)
+    unmet = _unmet_needs(config, engine, world_size)
     lines = []
     for name, flag in FLAGS.items():
-        reasons = [missing[need] for need in (*flag.needs, flag.engine) if need and missing[need]]
+        reasons = [unmet[need] for need in (*flag.needs, flag.engine) if need and unmet[need]]
         if reasons and getattr(config, name) != getattr(base, name):
             lines.append(f"{spelled(name)} has no effect: {reasons[0]}")
     mistakes: Mistakes = [
@@ -481,7 +481,7 @@ def rate_of_another_batch(config: Config, base: Config, argv: list[str]) -> list
     ]
 
 
-def _missing(config: Config, engine: str, world_size: int) -> dict[Need, str]:
+def _unmet_needs(config: Config, engine: str, world_size: int) -> dict[Need, str]:
     """For each thing that some flags need, return why this run lacks it, or ""."""
     synthetic = config.data == "synthetic" and not config.train_dir
     schedule = f"--lr-scheduler is {config.lr_scheduler}"

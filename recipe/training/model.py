@@ -17,7 +17,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from recipe.errors import UserError, refuse
 from recipe.settings.config import Config, is_resnet
-from recipe.training.optimizers import kind_and_settings
+from recipe.training.optimizers import optimizer_class_and_arguments
 from recipe.training.state import LossScaler, make_half
 
 NORMS = (
@@ -309,9 +309,10 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Build the optimizer of --optimizer; its learning rate is set before every step."""
-    kind, settings = kind_and_settings(config, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    optimizer_class, arguments = optimizer_class_and_arguments(config, device)
     try:
-        return kind(parameter_groups(model, config), lr=config.base_lr, **settings)
+        return optimizer_class(parameter_groups(model, config), lr=config.base_lr, **arguments)
     except RuntimeError as error:  # from an Apex that was built without its kernels
         raise UserError(
             f"--optimizer {config.optimizer}: {error}; install Apex as docs/recipe.md says"

@@ -18,7 +18,9 @@ from recipe.settings.config import Config
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
-def kind_and_settings(config: Config, device: torch.device) -> tuple[Optimizer, dict[str, Any]]:
+def optimizer_class_and_arguments(
+    config: Config, device: torch.device
+) -> tuple[Optimizer, dict[str, Any]]:
     """Return the class of --optimizer, and its arguments beside learning rate and weight decay.
 
     A fused optimizer passes over the weights once instead of four times; on a CPU SGD then takes
@@ -46,10 +48,12 @@ def kind_and_settings(config: Config, device: torch.device) -> tuple[Optimizer, 
             return apex_optimizers(config, device).FusedSGD, with_momentum
         case "apex-adam":
             return apex_optimizers(config, device).FusedAdam, {"betas": config.betas}
-        case _:
+        case "apex-lamb":
             lamb = apex_optimizers(config, device).FusedLAMB
             # Its kernel clips gradients whose norm exceeds this, and divides by it.
             return with_default(lamb, "max_grad_norm", math.inf), {"betas": config.betas}
+        case other:
+            raise AssertionError(f"no class for --optimizer {other}")
 
 
 def with_default(kind: type[torch.optim.Optimizer], name: str, default: Any) -> Optimizer:

@@ -197,7 +197,7 @@ class Trainables:
     ema: AveragedModel | None
     fp16_model: nn.Module | None = None  # computes in place of `model`: itself, or its copy (O2)
 
-    def whole(self) -> "Trainables":
+    def unsharded(self) -> "Trainables":
         """Return everything that is trained, unsharded, to be evaluated, saved and compared. All
         ranks call this; only rank 0 needs the optimizer's state. BatchNorm's statistics must be
         those of the trained network and not copies, since callers may overwrite them."""
