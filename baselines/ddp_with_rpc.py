@@ -23,7 +23,7 @@ With two trainers the weights are bit-equal to those of ddp_train/train.py with 
 with one to single_process.py. With more, only the order of additions in the last layer differs.
 """
 
-from recipe.errors import refuse
+from recipe.errors import UserError
 from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
@@ -86,11 +86,11 @@ class TrunkTrainer(Rung):
     def distribute(self) -> None:
         """Send the last layer to the server; DDP trains the other layers."""
         model, state = self.model, self.optimizer.state
-        refuse((
-            not isinstance(getattr(model, "fc", None), nn.Linear),
-            f"--arch {self.config.arch}: this script needs a network whose last layer is `fc`; "
-            "choose a resnet, regnet or shufflenet",
-        ))  # fmt: skip
+        if not isinstance(getattr(model, "fc", None), nn.Linear):
+            raise UserError(
+                f"--arch {self.config.arch}: this script needs a network whose last layer is `fc`; "
+                "choose a resnet, regnet or shufflenet"
+            )
         if self.world.is_first:
             optimizer = build_optimizer(model.fc, self.config)
             optimizer.state.update((w, state[w]) for w in model.fc.parameters() if w in state)

@@ -15,7 +15,7 @@ brings no advantage. The weights are bit-equal to those of ddp_train, because th
 compute the same numbers on either device.
 """
 
-from recipe.errors import refuse
+from recipe.errors import UserError
 from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
@@ -62,11 +62,11 @@ class TwoDevices(Rung):
         self.second = self.device
         if self.device.type == "cuda":
             number = torch.cuda.device_count()
-            refuse((
-                number < 2,
-                f"each rank needs two GPUs, and one on {self.world.host} sees {number}: start "
-                "fewer ranks, or pass --no-cuda",
-            ))  # fmt: skip
+            if number < 2:
+                raise UserError(
+                    f"each rank needs two GPUs, and one on {self.world.host} sees {number}: start "
+                    "fewer ranks, or pass --no-cuda"
+                )
             # A rank may see only its own two GPUs. That no two ranks share one is checked later.
             first = 2 * (self.world.local_rank % (number // 2))
             self.device, self.second = torch.device("cuda", first), torch.device("cuda", first + 1)

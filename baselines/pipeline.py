@@ -23,7 +23,7 @@ batch, where BatchNorm normalises over all images. Without BatchNorm (and withou
 each stage draws its own numbers) only the order of additions differs.
 """
 
-from recipe.errors import refuse
+from recipe.errors import UserError
 from recipe.start import run_script
 
 if __name__ == "__main__":  # before torch is loaded
@@ -59,11 +59,11 @@ class Pipeline(Rung):
     def prepare(self) -> None:
         """Make each rank read all images, and start its clock."""
         stages, count = self.world.size, self.config.batches_per_allreduce
-        refuse((
-            count < stages,
-            f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs at "
-            f"least one per stage; give {stages} or more, and a smaller --batch-size",
-        ))  # fmt: skip
+        if count < stages:
+            raise UserError(
+                f"--batches-per-allreduce {count}: is the number of micro-batches, and 1F1B needs "
+                f"at least one per stage; give {stages} or more, and a smaller --batch-size"
+            )
         self.readers = replace(self.world, rank=0, size=1)  # each rank reads all images
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
         self.clock = StepClock(self.device)

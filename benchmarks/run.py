@@ -55,7 +55,8 @@ def bench(
     """
     plans = {path.stem: path for path in (PLANS / ("gpu_plans" if gpu else "plans")).glob("*.toml")}
     for name in only:
-        refuse((name not in plans, f"--only {name}: choose from {', '.join(sorted(plans))}"))
+        if name not in plans:
+            raise UserError(f"--only {name}: choose from {', '.join(sorted(plans))}")
     refuse(
         (
             links and (only or gpu),

@@ -27,7 +27,7 @@ from compare.plan.plan_file import check_known
 from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
 from recipe.command import run_tool
-from recipe.errors import refuse
+from recipe.errors import UserError, refuse
 from recipe.files import write_json
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
 
@@ -47,10 +47,10 @@ def size_bytes(text: str) -> int:
     """Return the bytes of `4096`, `4K` or `256M`."""
     found = re.fullmatch("([0-9]+)([KMG]?)", text.upper())
     size = int(found[1]) * UNITS[found[2]] if found else 0
-    refuse((
-        size == 0 or size % 4,
-        f"--sizes {text}: is no size; write 4096, 4K or 256M, a multiple of 4 bytes",
-    ))  # fmt: skip
+    if size == 0 or size % 4:
+        raise UserError(
+            f"--sizes {text}: is no size; write 4096, 4K or 256M, a multiple of 4 bytes"
+        )
     return size
 
 
@@ -95,12 +95,20 @@ def measure_or_show(
     """
     folder = show or out or Path("runs") / f"collectives-{utc_stamp()}"
     if show is None:
-        refuse((json and not json.parent.is_dir(), f"{json}: make its folder first"))
+        if json and not json.parent.is_dir():
+            raise UserError(f"{json}: make its folder first")
         settings = {
-            "workers": workers, "hosts": hosts, "network_interface": network_interface,
-            "blocks": blocks, "sizes": [*map(size_bytes, sizes)], "wires": wires, "model": model,
-            "seconds": seconds, "threads": threads, "cuda": cuda,
-        }  # fmt: skip
+            "workers": workers,
+            "hosts": hosts,
+            "network_interface": network_interface,
+            "blocks": blocks,
+            "sizes": [*map(size_bytes, sizes)],
+            "wires": wires,
+            "model": model,
+            "seconds": seconds,
+            "threads": threads,
+            "cuda": cuda,
+        }
         measure_backends(settings, backends, timeout, folder)
     measurement = read_measurement(folder)
     print(f"\n{text_report(measurement)}")
@@ -139,16 +147,23 @@ def measure_backends(
     asked = named or [*BACKENDS]
     reasons = {name: missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in asked}
     missing = [f"{name}: not available. {why}" for name, why in reasons.items() if why]
-    refuse((named and missing, "\n".join(missing)))
+    if named and missing:
+        raise UserError("\n".join(missing))
     findings = [check_load(), check_cores(most_on_a_host(workers, hosts), settings["threads"])]
     warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
     print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     backends = [name for name in asked if not reasons[name]]
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "collectives.json", {
-        "created_utc": utc_now(), "backends": backends, "cores": os.cpu_count() or 1,
-        "warnings": warnings, **settings,
-    })  # fmt: skip
+    write_json(
+        folder / "collectives.json",
+        {
+            "created_utc": utc_now(),
+            "backends": backends,
+            "cores": os.cpu_count() or 1,
+            "warnings": warnings,
+            **settings,
+        },
+    )
     failed: set[str] = set()
     for block in range(1, settings["blocks"] + 1):
         for name in (one for one in shuffled(backends, block) if one not in failed):
@@ -174,11 +189,21 @@ def command(name: str, settings: dict[str, Any], place: Path) -> list[str]:
     return [
         *configuration.launch_words(settings["workers"], settings["hosts"]),
         path_from_here(configuration.trained_by.allreduce),
-        "--sizes", *map(str, sorted({*settings["sizes"]})), "--wires", *settings["wires"],
-        "--seconds", str(settings["seconds"]), "--threads", str(settings["threads"]),
-        "--model", settings["model"], *configuration.arguments, *cuda,
-        "--out", str(place / "measurements.jsonl"),
-    ]  # fmt: skip
+        "--sizes",
+        *map(str, sorted({*settings["sizes"]})),
+        "--wires",
+        *settings["wires"],
+        "--seconds",
+        str(settings["seconds"]),
+        "--threads",
+        str(settings["threads"]),
+        "--model",
+        settings["model"],
+        *configuration.arguments,
+        *cuda,
+        "--out",
+        str(place / "measurements.jsonl"),
+    ]
 
 
 main = partial(

@@ -108,9 +108,13 @@ def show(title: str, findings: list[Finding]) -> list[Finding]:
         head = f"  {mark:7}  {finding.subject:13}  "
         for first, text in (head, finding.found), (" " * len(head) + "-> ", finding.remedy):
             lines = textwrap.wrap(
-                text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
-                break_on_hyphens=False, break_long_words=False,  # of commands and paths
-            )  # fmt: skip
+                text,
+                WIDTH,
+                initial_indent=first,
+                subsequent_indent=" " * len(first),
+                break_on_hyphens=False,
+                break_long_words=False,  # of commands and paths
+            )
             print(*lines, sep="\n", end="\n" if lines else "", flush=True)
     return findings
 
@@ -125,9 +129,12 @@ def start_remote(host: str, data: Path | None) -> subprocess.Popen[str]:
         words += ["--data", str(data.absolute())]  # not resolved, which a dead mount never answers
     words = words if is_here(host) else ssh_words(host, shlex.join(words))
     return subprocess.Popen(
-        ["timeout", str(ANSWER_SECONDS), *words], errors="replace",
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        ["timeout", str(ANSWER_SECONDS), *words],
+        errors="replace",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def listen(answer_as: str, data: Path | None = None) -> int:
@@ -186,10 +193,19 @@ def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
         said = said.removeprefix("ssh: ").rstrip(".")
         return HostReport([Finding("ssh", "failed", said, ssh_remedy(name, said), name)])
     found = f"no answer within {ANSWER_SECONDS} s" if code == 124 else said  # timeout(1)'s own
-    return HostReport([Finding(
-        "environment", "failed", found, "the project and its environment must lie at the same "
-        "paths on all hosts, and no file system may hang, such as a dead mount under --data", name,
-    )])  # fmt: skip
+    return HostReport(
+        [
+            Finding(
+                "environment",
+                "failed",
+                found,
+                "the project and its environment must lie at the same "
+                "paths on all hosts, and no file system may hang, such as a dead mount under "
+                "--data",
+                name,
+            )
+        ]
+    )
 
 
 # ----------------------------------------------------------------------------- between the hosts
@@ -276,11 +292,23 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
         return Finding("allreduce", "ok", "not measured: there is one worker")
     given = {"--hosts": hosts, "--network-interface": interface}
     words = [
-        "python", str(ROOT / "compare/collectives.py"), "--workers", str(workers),
-        "--sizes", "4K", "16M", "--wires", "fp32", "--model", "none", "--blocks", "1",
-        "--timeout", str(ALLREDUCE_SECONDS),
+        "python",
+        str(ROOT / "compare/collectives.py"),
+        "--workers",
+        str(workers),
+        "--sizes",
+        "4K",
+        "16M",
+        "--wires",
+        "fp32",
+        "--model",
+        "none",
+        "--blocks",
+        "1",
+        "--timeout",
+        str(ALLREDUCE_SECONDS),
         *(word for flag, value in given.items() if value is not None for word in (flag, value)),
-    ]  # fmt: skip
+    ]
     code = subprocess.run([sys.executable, *words[1:]]).returncode
     return make_finding(
         "allreduce",

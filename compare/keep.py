@@ -65,7 +65,8 @@ def keep_measurement(
     if date is None:
         raise UserError(f"{plan}: has no date in its field created_utc")
     target = results / machine / f"{date[1]}-{question}"
-    refuse((target.exists(), f"{target} exists: give another --question, or delete it"))
+    if target.exists():
+        raise UserError(f"{target} exists: give another --question, or delete it")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft, whole = Path(workshop, target.name), Path(workshop, "open")
@@ -74,7 +75,8 @@ def keep_measurement(
             comparison = load_comparison(folder)
             broken = [why for *_, why in comparison.damaged_blocks]
             broken += [run.reason for run in comparison.runs if run.reason]
-            refuse((broken, f"not kept, because part of it is damaged: {'; '.join(broken)}"))
+            if broken:
+                raise UserError(f"not kept, because part of it is damaged: {'; '.join(broken)}")
             reseal(whole)
         draft.mkdir()
         for path in whole.iterdir():

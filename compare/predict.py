@@ -33,7 +33,7 @@ from compare.page.tables import Column, Table, table_text
 from compare.prediction.inputs import Inputs, MeasuredRun, read_inputs, read_runs, unequal_in
 from compare.prediction.model import Cluster, Prediction, at_batch, fit, named_network, predict_step
 from recipe.command import run_tool
-from recipe.errors import UserError, near_match, refuse
+from recipe.errors import UserError, near_match
 from recipe.files import replace_file
 from recipe.record.schema import rate_text
 from recipe.settings.presets import PRESETS, preset
@@ -92,11 +92,18 @@ def predict(
         settings: The cluster and the training to predict.
         html: Write a page with the tables and charts of the efficiency over several networks.
     """
-    positive = ("workers_per_host", "cores_per_host", "images", "epochs", "global_batch",
-                "links_per_host")  # fmt: skip
+    positive = (
+        "workers_per_host",
+        "cores_per_host",
+        "images",
+        "epochs",
+        "global_batch",
+        "links_per_host",
+    )
     for name in positive:
         value, flag = getattr(settings, name), name.replace("_", "-")
-        refuse((value is not None and value <= 0, f"--{flag} {value}: give a number above 0"))
+        if value is not None and value <= 0:
+            raise UserError(f"--{flag} {value}: give a number above 0")
     measured = configurations(runs)
     known = {name: read_inputs(of_it) for name, of_it in measured.items()}
     settings = training_of(settings, [run for of_it in measured.values() for run in of_it])
@@ -153,17 +160,16 @@ def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
     images, epochs = (max(one.get(of, 0) for one in trained) for of in ("num_images", "epochs"))
     if settings.preset is not None:
         wrong = f"--preset {settings.preset}: {near_match(settings.preset, PRESETS)}"
-        refuse((settings.preset not in PRESETS, wrong))
+        if settings.preset not in PRESETS:
+            raise UserError(wrong)
         recipe = preset(settings.preset)
         others = {one.get("train_crop_size") for one in trained} - {recipe.train_crop_size}
-        refuse(
-            (
-                others,
+        if others:
+            raise UserError(
                 f"--preset {settings.preset} trains on images of {recipe.train_crop_size} pixels, "
                 f"but these runs on {', '.join(map(str, others))}, so they say nothing about its "
-                "time. Measure runs of that size, or leave --preset out",
+                "time. Measure runs of that size, or leave --preset out"
             )
-        )
         images, epochs = images if recipe.data else IMAGENET, float(recipe.epochs)
     return replace(settings, images=settings.images or images, epochs=settings.epochs or epochs)
 
@@ -184,7 +190,8 @@ def configurations(paths: Sequence[Path]) -> dict[str, list[MeasuredRun]]:
     those of one worker, which use no transport."""
     read = [run for path in paths for run in read_runs(path)]
     where = " ".join(map(str, paths)) or "no folder was given"
-    refuse((not read, f"{where}: no complete run is there; give run folders or a comparison"))
+    if not read:
+        raise UserError(f"{where}: no complete run is there; give run folders or a comparison")
     by_name, trainings = {}, defaultdict[tuple[str, str], list[MeasuredRun]](list)
     for run in {run.folder: run for run in read}.values():
         trainings[str(run.config.arch), run.environment.engine].append(run)
@@ -275,8 +282,8 @@ def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
     lines = []
     for name, rows in tables.items():
         top = max(rows, key=lambda row: row["images/s"])
-        gain = f"{name}: more than {top['workers']} workers gain nothing here."
-        lines += [gain] * (top != rows[-1])
+        if top != rows[-1]:
+            lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
     for _, group in groupby(sorted(tables), key=lambda name: name.rpartition(", ")[0]):
         names = [*group]  # of one model and batch
         by_size = [*zip(*(tables[name] for name in names), strict=False)][1:]

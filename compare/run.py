@@ -138,7 +138,8 @@ def answer(argv: list[str]) -> int:
     take_default_plan(options)
     plan = leave_out_missing(make_plan(options), options)
     if options.tune is not None:
-        refuse((plan.side, "--tune: tries knobs of this project's trainers; leave --side out"))
+        if plan.side:
+            raise UserError("--tune: tries knobs of this project's trainers; leave --side out")
         plan = tuning_plan(plan, options)
     if not plan.side:
         check_trainers(plan)
@@ -195,10 +196,18 @@ def unfinished_folder(plan: Plan) -> Path | None:
 def take_default_plan(options: SimpleNamespace) -> None:
     """Where the command line names neither what is to be compared nor where: both engines over each
     transport that both have, on this machine. On its GPUs that is NCCL, with both wire formats."""
-    if any((
-        options.plan, options.configurations, options.configuration, options.side, options.null,
-        options.tune, options.hosts, options.hostfile,
-    )):  # fmt: skip
+    if any(
+        (
+            options.plan,
+            options.configurations,
+            options.configuration,
+            options.side,
+            options.null,
+            options.tune,
+            options.hosts,
+            options.hostfile,
+        )
+    ):
         return
     gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
     options.plan = "square-nccl" if gpus else "square"
@@ -277,7 +286,7 @@ def carry_out(plan: Plan, folder: Path, argv: list[str]) -> int:
             is_measured = False
             print_line(f"a block of turns failed: {error}")
     if failed or not is_measured:
-        runs = f"{len(failed)} of {len(plan.runs())} runs failed: " * bool(plan.runs())
+        runs = f"{len(failed)} of {len(plan.runs())} runs failed: " if plan.runs() else ""
         print(
             f"{runs}the output of what failed is kept, and no verdict is drawn from it. To try "
             f"again:\n    {shlex.join(command_words(argv, folder))}"
@@ -291,8 +300,9 @@ def carry_out(plan: Plan, folder: Path, argv: list[str]) -> int:
 
 def print_outlook(plan: Plan, folder: Path) -> None:
     """Say what will be done, before anything is."""
-    done = len(plan.runs()) - len(missing(plan.runs(), folder))
-    runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, " * bool(plan.runs())
+    runs, done = "", len(plan.runs()) - len(missing(plan.runs(), folder))
+    if plan.runs():
+        runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, "
     until = (
         f"until the 95 % interval of each pair is within +-{percentage(plan.until_interval)}, for "
         f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
@@ -342,8 +352,10 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
     about the plan bears the name of its key, and is None or () where it was not given."""
     own, trainer = split_words_at_dashes(argv)
     groups: dict[str, list[Any]] = {
-        "task": TASK, **{name: [] for name in GROUPS.values()}, "procedure": PROCEDURE,
-    }  # fmt: skip
+        "task": TASK,
+        **{name: [] for name in GROUPS.values()},
+        "procedure": PROCEDURE,
+    }
     for field in FIELDS:
         meta, key = meta_of(field.type), field.encode_name
         if key in GROUPS:
@@ -351,9 +363,12 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
         if meta.description:
             given, word = typing.get_args(field.type)[0], (meta.extra or {})["metavar"]
             part = PrimitiveConstructorSpec(
-                nargs=1, metavar=word, instance_from_str=partial(parse_named_value, key),
-                is_instance=bool, str_from_instance=list,  # of defaults, which there are none of
-            )  # fmt: skip
+                nargs=1,
+                metavar=word,
+                instance_from_str=partial(parse_named_value, key),
+                is_instance=bool,
+                str_from_instance=list,  # of defaults, which there are none of
+            )
             kinds: dict[Any, tuple[Any, Any, str | None]] = {
                 bool: (bool | None, None, None),
                 dict: (UseAppendAction[tuple[Annotated[Any, part], ...]], (), word),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.meeting import (
     awaited,
     call_roll,
@@ -55,11 +55,11 @@ def meeting_point(
     if world.size == 1 or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), **arguments}
     meeting = world.started_by.meeting
-    refuse((
-        not meeting,
-        f"{world.started_by.shown} started this process and gives DDP no address to meet at: "
-        "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi",
-    ))  # fmt: skip
+    if not meeting:
+        raise UserError(
+            f"{world.started_by.shown} started this process and gives DDP no address to meet at: "
+            "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi"
+        )
     first_host = os.environ.get("MASTER_ADDR", "")
     if meeting == "environment":
         arguments = meeting_by_environment(world, timeout)
@@ -198,28 +198,28 @@ def choose_transport(config: Config, world: World, device: torch.device) -> tupl
     default = "nccl" if device.type == "cuda" else "gloo"
     transport = default if config.transport == "auto" else config.transport
     if transport == "mpi":
-        refuse((
-            default == "nccl",
-            "--transport mpi: DDP over MPI sends only tensors in the CPU's memory, and this run "
-            "is on GPUs; use nccl, or add --no-cuda",
-        ))  # fmt: skip
+        if default == "nccl":
+            raise UserError(
+                "--transport mpi: DDP over MPI sends only tensors in the CPU's memory, and this "
+                "run is on GPUs; use nccl, or add --no-cuda"
+            )
         _prepare_mpi_backend(world)
     return BACKENDS[transport]
 
 
 def _prepare_mpi_backend(world: World) -> None:
-    refuse((
-        world.launcher != "none" and not world.started_by.starts_mpi,
-        f"--transport mpi: {world.started_by.shown or world.launcher} started this process, not "
-        "MPI; start ddp_train/train.py with mpirun or horovodrun --mpi",
-    ))  # fmt: skip
+    if world.launcher != "none" and not world.started_by.starts_mpi:
+        raise UserError(
+            f"--transport mpi: {world.started_by.shown or world.launcher} started this process, "
+            "not MPI; start ddp_train/train.py with mpirun or horovodrun --mpi"
+        )
     mpi = start_mpi(world, "leave out --transport mpi")
     level = mpi.Query_thread()
     library = mpi.Get_library_version().split(",")[0].strip("\0")
-    refuse((
-        level < mpi.THREAD_MULTIPLE,
-        f"--transport mpi: {library} gives {MPI_LEVELS[level]}, and DDP needs "
-        "MPI_THREAD_MULTIPLE, since a separate thread sends its messages; use an MPI that was "
-        "built with it, or leave out --transport mpi",
-    ))  # fmt: skip
+    if level < mpi.THREAD_MULTIPLE:
+        raise UserError(
+            f"--transport mpi: {library} gives {MPI_LEVELS[level]}, and DDP needs "
+            "MPI_THREAD_MULTIPLE, since a separate thread sends its messages; use an MPI that was "
+            "built with it, or leave out --transport mpi"
+        )
     import ddp_train.mpi_backend  # noqa: F401  it registers itself, and needs a prepared MPI

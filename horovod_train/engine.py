@@ -42,12 +42,17 @@ def prepare(config: Config, world: World) -> None:
 def _ask_for(transport: str, world: World) -> None:
     is_built = hvd.gloo_built() if transport == "gloo" else hvd.mpi_built()
     refuse(
-        (not is_built, f"--transport {transport}: this Horovod was built without it; build it "
-         "again: python horovod_train/build_horovod.py"),
-        (transport == "mpi" and world.launcher == "horovodrun",  # over MPI it is mpirun
-         f"--transport mpi: {world.started_by.shown} started this process, not MPI; start it with "
-         "mpirun or horovodrun --mpi"),
-    )  # fmt: skip
+        (
+            not is_built,
+            f"--transport {transport}: this Horovod was built without it; build it "
+            "again: python horovod_train/build_horovod.py",
+        ),
+        (
+            transport == "mpi" and world.launcher == "horovodrun",  # over MPI it is mpirun
+            f"--transport mpi: {world.started_by.shown} started this process, not MPI; start it "
+            "with mpirun or horovodrun --mpi",
+        ),
+    )
     for name in SELECTORS:  # Horovod crashes if its controller and its sums use different ones
         if os.environ.setdefault(name, transport).lower() != transport:
             raise UserError(f"--transport {transport}: {name} says otherwise; unset it")
@@ -73,8 +78,11 @@ def meet_through_mpi(world: World) -> None:
     meeting.prepare_gloo(world)
     meeting.refuse_unknown_interfaces("HOROVOD_GLOO_IFACE")
     # The ranks with the same local rank, one per host.
-    peers = [rank for rank, local in enumerate(comm.allgather(world.local_rank))
-             if local == world.local_rank]  # fmt: skip
+    peers = [
+        rank
+        for rank, local in enumerate(comm.allgather(world.local_rank))
+        if local == world.local_rank
+    ]
     slot = SlotInfo(
         hostname=world.host,
         rank=world.rank,
@@ -119,19 +127,30 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     is_half = config.has_fp16_weights and not config.keeps_batch_norm_fp32
     by_nccl = on_gpu and hvd.nccl_built()
     refuse(
-        (config.use_adasum and not hvd.mpi_enabled(),
-         "--use-adasum: needs MPI, not Gloo: start it with horovodrun --mpi or mpirun"),
-        (on_gpu and is_half and config.batch_norm == "sync",  # Horovod's counts images in fp32
-         "--batch-norm sync: Horovod's, on GPUs, has no fp16 statistics; add "
-         "--keep-batchnorm-fp32 True, or use average"),
-        (by_nccl and wanted in ("gloo", "mpi"),
-         f"--transport {wanted}: this Horovod sends tensors on GPUs by NCCL; use nccl, or add "
-         "--no-cuda"),
-        (wanted == "nccl" and not by_nccl,
-         "--transport nccl: this Horovod has no NCCL: make setup NCCL=1"),
-        (on_gpu and not hvd.cuda_built(),
-         "this Horovod was built for CPUs: build it again by make setup NCCL=1, or add --no-cuda"),
-    )  # fmt: skip
+        (
+            config.use_adasum and not hvd.mpi_enabled(),
+            "--use-adasum: needs MPI, not Gloo: start it with horovodrun --mpi or mpirun",
+        ),
+        (
+            on_gpu and is_half and config.batch_norm == "sync",  # Horovod's counts images in fp32
+            "--batch-norm sync: Horovod's, on GPUs, has no fp16 statistics; add "
+            "--keep-batchnorm-fp32 True, or use average",
+        ),
+        (
+            by_nccl and wanted in ("gloo", "mpi"),
+            f"--transport {wanted}: this Horovod sends tensors on GPUs by NCCL; use nccl, or add "
+            "--no-cuda",
+        ),
+        (
+            wanted == "nccl" and not by_nccl,
+            "--transport nccl: this Horovod has no NCCL: make setup NCCL=1",
+        ),
+        (
+            on_gpu and not hvd.cuda_built(),
+            "this Horovod was built for CPUs: build it again by make setup NCCL=1, or add "
+            "--no-cuda",
+        ),
+    )
     if by_nccl:
         return "NCCL"
     if on_gpu and world.is_first:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from recipe.command import call_tool
-from recipe.errors import UserError, one_message, refuse
+from recipe.errors import UserError, one_message
 from recipe.files import replace_file
 from recipe.ranks import Ranks
 from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
@@ -110,7 +110,8 @@ def measure(
         transport: What carries the messages, as in a training.
         out: JSON lines (default: standard output).
     """
-    refuse((not wires, "--wires: name at least one"))
+    if not wires:
+        raise UserError("--wires: name at least one")
     torch.set_num_threads(threads)
     backend = connect(Config(cuda=cuda, transport=transport), world)
     begin("")  # the ranks have met

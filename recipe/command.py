@@ -94,7 +94,10 @@ def _prepare_help(function: Any) -> None:
     what happens without a switch or a path is in its text. Once for each function."""
     import tyro
 
-    hint = tyro.conf.arg(help_behavior_hint=lambda it: f"(default: {it})" * (it not in UNSHOWN))
+    def default_hint(default: str) -> str:
+        return "" if default in UNSHOWN else f"(default: {default})"
+
+    hint = tyro.conf.arg(help_behavior_hint=default_hint)
     function.__doc__ = re.sub(r"\n {8}", " ", inspect.getdoc(function) or "")
     for group in (function, *filter(is_dataclass, function.__annotations__.values())):
         group.__annotations__ |= {

@@ -44,29 +44,37 @@ def choose_device(config: Config, world: World) -> torch.device:
         found, remedy = why_no_gpu()
         raise UserError(f"{found}: {remedy}; or pass --no-cuda to train on the CPU")
     lacking = missing_to_compile(on_gpu) if config.compile else []
-    refuse(
-        (
-            lacking,
+    if lacking:
+        raise UserError(
             f"--compile: this host lacks {' and '.join(lacking)}; install them (Debian: apt-get "
-            "install g++ python3-dev), or leave --compile out",
+            "install g++ python3-dev), or leave --compile out"
         )
-    )
     if not on_gpu:
         refuse(
-            (config.precision == "tf32", "--precision tf32: is a GPU's number format, but this run "
-             "is on the CPU; use fp32 or bf16"),
-            (config.transport == "nccl", "--transport nccl: carries gradients between GPUs, but "
-             "this run is on the CPU; use gloo or mpi"),
-            (config.batch_norm == "sync" and config.compile, "--batch-norm sync: cannot be "
-             "combined with --compile on the CPU, since it exchanges sums inside a compiled block; "
-             "leave --compile out"),
-        )  # fmt: skip
+            (
+                config.precision == "tf32",
+                "--precision tf32: is a GPU's number format, but this run "
+                "is on the CPU; use fp32 or bf16",
+            ),
+            (
+                config.transport == "nccl",
+                "--transport nccl: carries gradients between GPUs, but "
+                "this run is on the CPU; use gloo or mpi",
+            ),
+            (
+                config.batch_norm == "sync" and config.compile,
+                "--batch-norm sync: cannot be "
+                "combined with --compile on the CPU, since it exchanges sums inside a compiled "
+                "block; leave --compile out",
+            ),
+        )
         keep_freed_memory()
         if world.is_first:
             _warn_of_slow_format(config.precision)
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    refuse((reason := lacks_kernels(device.index), f"{reason}, or pass --no-cuda"))
+    if reason := lacks_kernels(device.index):
+        raise UserError(f"{reason}, or pass --no-cuda")
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = not config.deterministic
     # Set both, so that fp32 means fp32 whatever the defaults of the installed torch are.

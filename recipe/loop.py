@@ -68,7 +68,8 @@ def refuse_settings(config: Config, lacking: Iterable[str]) -> None:
         given = getattr(config, name)
         is_off = given == 0 and not isinstance(given, bool)
         is_given = str(given) == value if value else given != getattr(default, name) and not is_off
-        refuse((is_given, f"{spelled(name)} {given}: not supported by this script; remove it"))
+        if is_given:
+            raise UserError(f"{spelled(name)} {given}: not supported by this script; remove it")
 
 
 class Rung(Trainables):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from recipe import watch
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.rank_forker import GENERATION
 from recipe.settings.config import Config
 from recipe.watch import engine_timeout
@@ -69,7 +69,8 @@ def refuse_unknown_interfaces(variable: str) -> None:
     given, there = os.environ.get(variable, ""), psutil.net_if_addrs()
     unknown = [name for name in given.split(",") if name and name not in there]
     problem = f"{variable}={given}: this host has no network interface {', '.join(unknown)}"
-    refuse((unknown, f"{problem}; it has {', '.join(there)}"))
+    if unknown:
+        raise UserError(f"{problem}; it has {', '.join(there)}")
 
 
 def keep_gloo_off_loopback(world: World, first_host: str) -> None:
@@ -161,11 +162,11 @@ def _own_address() -> str:
         return socket.gethostname()
     names = interface.split(",")
     addresses = [address for address, name in own_addresses().items() if name in names]
-    refuse((
-        not addresses,
-        f"GLOO_SOCKET_IFNAME={interface}: has no IPv4 address that other hosts can reach; name "
-        "another interface",
-    ))  # fmt: skip
+    if not addresses:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={interface}: has no IPv4 address that other hosts can reach; name "
+            "another interface"
+        )
     return addresses[0]
 
 
@@ -205,9 +206,14 @@ def store_at(host: str, port: str, world: World, timeout: timedelta) -> dist.Sto
     awaited[:] = [] if world.is_first else [0]
     try:
         store = dist.TCPStore(
-            host, int(port), world.size, is_master=world.is_first, timeout=timeout,
-            wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
+            host,
+            int(port),
+            world.size,
+            is_master=world.is_first,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except (ValueError, dist.DistError) as error:
         raise UserError(
             f"MASTER_ADDR={host} MASTER_PORT={port}: rank {world.rank} cannot meet the others "
@@ -312,9 +318,10 @@ def bind_rpc() -> None:
     """Let torch.distributed.rpc listen only at the interface that Gloo uses, since it runs any code
     that it is sent. UserError, on several hosts, if none was chosen."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    refuse((
-        not interface,
-        "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface of a "
-        "network that only your hosts can reach; there are " + ", ".join(psutil.net_if_addrs()),
-    ))  # fmt: skip
+    if not interface:
+        raise UserError(
+            "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface "
+            "of a "
+            "network that only your hosts can reach; there are " + ", ".join(psutil.net_if_addrs())
+        )
     os.environ["TP_SOCKET_IFNAME"] = interface

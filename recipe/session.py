@@ -27,7 +27,7 @@ from recipe.data.batches import (
     training_end,
 )
 from recipe.device import loader_workers, share_of_cores
-from recipe.errors import EXIT_SAVED, refuse
+from recipe.errors import EXIT_SAVED, UserError
 from recipe.marks import marks
 from recipe.meeting import own_addresses
 from recipe.ranks import Ranks
@@ -144,24 +144,38 @@ class Session:
         self.batches: Iterator[Batch] = iter(())  # ends earlier workers, and frees shared memory
         self.first_step, start = self.progress.step, self.progress.samples_seen
         self.batches = training_batches(
-            self.data, self.config, self.readers, self.device, self.workers, start, self.stop,
-            self.input, self.left_out,
-        )  # fmt: skip
+            self.data,
+            self.config,
+            self.readers,
+            self.device,
+            self.workers,
+            start,
+            self.stop,
+            self.input,
+            self.left_out,
+        )
 
     def _find_end(self) -> None:
         """Find where training ends, once it is known where it begins and what is left out."""
         self._pass_over()
         self.last_step, self.stop = training_end(
-            self.config, self.readers, self.data, self.progress.step, self.progress.samples_seen,
+            self.config,
+            self.readers,
+            self.data,
+            self.progress.step,
+            self.progress.samples_seen,
             self.left_out,
-        )  # fmt: skip
+        )
 
     def _pass_over(self) -> None:
         """Count the left-out images at this position as seen."""
         self.progress.samples_seen = next_step(
-            self.config, self.readers, self.data.num_train, self.progress.samples_seen,
+            self.config,
+            self.readers,
+            self.data.num_train,
+            self.progress.samples_seen,
             self.left_out,
-        )  # fmt: skip
+        )
 
     def open_record(self, transport: str) -> None:
         """Write to the run folder and the console what is trained, and on what; `transport` carries
@@ -175,9 +189,14 @@ class Session:
         world = replace(self.world, size=self.readers.size)  # a step has the readers' images
         kind: Any = Recorder if self.world.is_first else Silence
         self.recorder: Recorder = kind(
-            self.config, world, self.data, self.folder, self.progress, self.environment,
+            self.config,
+            world,
+            self.data,
+            self.folder,
+            self.progress,
+            self.environment,
             self.lr_scale,
-        )  # fmt: skip
+        )
 
     def begin_training(self, parts: Trainables) -> bool:
         """Evaluate if an evaluation was interrupted or the training is complete, start the clocks,
@@ -342,11 +361,13 @@ class Session:
         # Wall-clock time, since ranks may wait for each other outside the measured phases.
         (last_look, then), self.looked_at = self.looked_at, (step, time.perf_counter())
         pace = LOOK_SECONDS * (step - last_look) / (self.looked_at[1] - then or math.inf)
-        votes = torch.tensor([
-            is_asked_to_end() or has_stop_file,
-            is_first and minutes >= (config.checkpoint_minutes or math.inf),
-            max(1, int(pace)) if is_first else 0,
-        ])  # fmt: skip
+        votes = torch.tensor(
+            [
+                is_asked_to_end() or has_stop_file,
+                is_first and minutes >= (config.checkpoint_minutes or math.inf),
+                max(1, int(pace)) if is_first else 0,
+            ]
+        )
         stops, saves, steps = self.ranks.sum(votes).tolist()
         self.next_look = step + steps
         return bool(stops), bool(stops or saves or is_due)
@@ -357,9 +378,14 @@ class Session:
         self.meter.energy.stop()
         watch.begin("")
         evaluations = validate(
-            parts, self.config, self.ranks, self.data, self.device, self.workers,
+            parts,
+            self.config,
+            self.ranks,
+            self.data,
+            self.device,
+            self.workers,
             self.recorder.console.show_evaluation,
-        )  # fmt: skip
+        )
         step = self.progress.step
         is_session_start = step == self.first_step and (step > 0 or self.config.evaluate)
         figures = [means(one.sums) for one in evaluations]
@@ -432,4 +458,5 @@ def check_loss(loss: float, place: str, is_session_start: bool) -> None:
         else "training has diverged; lower --base-lr, lengthen --warmup-epochs or set "
         "--clip-grad-norm"
     )
-    refuse((not math.isfinite(loss), f"the loss is {loss} {place}: {remedy}"))
+    if not math.isfinite(loss):
+        raise UserError(f"the loss is {loss} {place}: {remedy}")

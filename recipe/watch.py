@@ -30,11 +30,11 @@ from recipe.errors import (
     FAILING,
     RESUME_HINT,
     LostPeer,
+    UserError,
     acquire_lock,
     fail,
     job_on_host,
     leave,
-    refuse,
 )
 from recipe.files import read_proc
 from recipe.marks import marks
@@ -133,7 +133,8 @@ def start_watchdog(world: World, stall_timeout: int | None = 0) -> None:
     means never; None means the default (see `_patience_s`).
     """
     waits = os.environ.get(MPIRUN_WAITS) or "1"
-    refuse((not waits.isdecimal(), f"{MPIRUN_WAITS}={waits}: not a number of seconds; correct it"))
+    if not waits.isdecimal():
+        raise UserError(f"{MPIRUN_WAITS}={waits}: not a number of seconds; correct it")
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(engine_timeout(stall_timeout)))
     woken, waker = socket.socketpair()
     waker.setblocking(False)
@@ -313,8 +314,9 @@ def _observe_cores(world: World) -> Iterator[None]:
             f"warning: rank {world.rank} on {world.host} waited for a core for {share:.0%} of "
             f"{seconds:.0f} s: other programs use the {len(os.sched_getaffinity(0))} core(s) that "
             "it may use, or this host has more ranks and loader workers than cores",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _waited_for_core_s() -> float:

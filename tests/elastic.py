@@ -93,9 +93,13 @@ def command(folder: Path, flags: str = "", interface: str = "lo", more: str = ""
     words = f"{SMALL.partition('--max-steps')[0]} --epochs 100000 --log-interval {LOG_INTERVAL}"
     place = f"--log-dir {folder.parent} --name {folder.name} --resume auto"
     return [
-        *launcher.split(), "--host-discovery-script", f"cat {folder}/slots",
-        sys.executable, TRAINERS["horovod"], *f"{words} {place} {flags}".split(),
-    ]  # fmt: skip
+        *launcher.split(),
+        "--host-discovery-script",
+        f"cat {folder}/slots",
+        sys.executable,
+        TRAINERS["horovod"],
+        *f"{words} {place} {flags}".split(),
+    ]
 
 
 def write_slots(folder: Path, text: str) -> None:

@@ -13,9 +13,12 @@ EVENLY = tuple((number + 1) / 50 for number in range(50))
 
 
 def training(
-    engine: str, batch_size: int, speed: float, megabytes: tuple[float, ...],
+    engine: str,
+    batch_size: int,
+    speed: float,
+    megabytes: tuple[float, ...],
     ready: tuple[float, ...] = EVENLY,
-) -> Inputs:  # fmt: skip
+) -> Inputs:
     """A lone worker of `speed` images/s: two thirds of a step are the backward pass, 2 % the
     optimizer; sizes of messages, and when they are ready in shares of backward, are assumed."""
     seconds = batch_size / speed

@@ -42,27 +42,60 @@ def a_plan(
 def an_environment(**fields: Any) -> Environment:
     """A trainer of two workers on one host."""
     values: dict[str, Any] = {
-        "engine": "ddp", "version": "1", "launcher": "torchrun", "transport": "Gloo",
-        "world_size": 2, "local_size": 2, "hosts": ["node"], "rank_hosts": ["node", "node"],
-        "device": "cpu", "device_name": "", "cpu_model": "A Processor 9000", "cores": 2,
-        "threads": 1, "affinity": ["0-1", "0-1"], "allocator": "C library",
-        "python": "3.11.7", "torch": "2.14.1", "torchvision": "0.29.2", "horovod": None,
-        "mpi": None, "cuda": None, "kernel": "6.1", "command": ["python", "train.py"],
-        "started_utc": "2026-11-21T12:00:00Z", "git_commit": "abc123",
-    }  # fmt: skip
+        "engine": "ddp",
+        "version": "1",
+        "launcher": "torchrun",
+        "transport": "Gloo",
+        "world_size": 2,
+        "local_size": 2,
+        "hosts": ["node"],
+        "rank_hosts": ["node", "node"],
+        "device": "cpu",
+        "device_name": "",
+        "cpu_model": "A Processor 9000",
+        "cores": 2,
+        "threads": 1,
+        "affinity": ["0-1", "0-1"],
+        "allocator": "C library",
+        "python": "3.11.7",
+        "torch": "2.14.1",
+        "torchvision": "0.29.2",
+        "horovod": None,
+        "mpi": None,
+        "cuda": None,
+        "kernel": "6.1",
+        "command": ["python", "train.py"],
+        "started_utc": "2026-11-21T12:00:00Z",
+        "git_commit": "abc123",
+    }
     return Environment(**values | fields)
 
 
 def a_summary(**fields: Any) -> Summary:
     """Six epochs on two workers, at 1000 images a second."""
     values: dict[str, Any] = {
-        "engine": "ddp", "launcher": "torchrun", "transport": "Gloo", "world_size": 2, "threads": 1,
-        "epochs": 6, "steps": 72, "samples_seen": 4608, "images_per_second": 1000.0,
-        "train_seconds": 4.608, "total_seconds": 12.0, "cpu_seconds": 11.0,
-        "cpu_seconds_per_image": 0.002, "peak_memory_bytes": 400_000_000, "loss": 0.1,
-        "top1": 97.5, "top5": 99.9, "best_top1": 97.8, "weights_sha256": "a" * 64,
-        "fingerprint": {}, "ended_utc": "2026-11-21T12:01:00Z",
-    }  # fmt: skip
+        "engine": "ddp",
+        "launcher": "torchrun",
+        "transport": "Gloo",
+        "world_size": 2,
+        "threads": 1,
+        "epochs": 6,
+        "steps": 72,
+        "samples_seen": 4608,
+        "images_per_second": 1000.0,
+        "train_seconds": 4.608,
+        "total_seconds": 12.0,
+        "cpu_seconds": 11.0,
+        "cpu_seconds_per_image": 0.002,
+        "peak_memory_bytes": 400_000_000,
+        "loss": 0.1,
+        "top1": 97.5,
+        "top5": 99.9,
+        "best_top1": 97.8,
+        "weights_sha256": "a" * 64,
+        "fingerprint": {},
+        "ended_utc": "2026-11-21T12:01:00Z",
+    }
     return Summary(**values | fields)
 
 
@@ -127,18 +160,30 @@ def make_turns(
                         phase: share * seconds / STEPS for phase, share in PHASE_SHARES.items()
                     }
                     phases["backward"] -= exchange / STEPS
-                    turns.append({
-                        "side": name, "round": at, "seconds": seconds - exchange,
-                        "images": images[name], "cpu_seconds_per_image": workers / rate,
-                        "other_load": 0.8 if at == rounds - 1 else 0.02, "began": round(clock, 2),
-                        "purpose": purpose, "phases": phases,
-                        "straggler_ratio": 1.1 if workers > 1 else None,
-                    })  # fmt: skip
+                    turns.append(
+                        {
+                            "side": name,
+                            "round": at,
+                            "seconds": seconds - exchange,
+                            "images": images[name],
+                            "cpu_seconds_per_image": workers / rate,
+                            "other_load": 0.8 if at == rounds - 1 else 0.02,
+                            "began": round(clock, 2),
+                            "purpose": purpose,
+                            "phases": phases,
+                            "straggler_ratio": 1.1 if workers > 1 else None,
+                        }
+                    )
                     clock += seconds + 0.1
         block = {
-            "number": number, "order": order, "rounds": rounds, "turns": turns, "seconds": 40.0,
-            "steps": dict.fromkeys(order, STEPS), **UNSEALED,
-        }  # fmt: skip
+            "number": number,
+            "order": order,
+            "rounds": rounds,
+            "turns": turns,
+            "seconds": 40.0,
+            "steps": dict.fromkeys(order, STEPS),
+            **UNSEALED,
+        }
         (place / "block.json").write_text(json.dumps(block))
         clock += 20
     reseal(folder)
@@ -167,9 +212,15 @@ class MadeUpBlocks:
         self.folders, self.orders = list[Path](), list[tuple[str, ...]]()
 
     def __call__(
-        self, sides: Sequence[Run], plan: Plan, folder: Path, number: int, *_: Any,
-        seal: Callable[[dict[str, Any]], dict[str, Any]], **__: Any,
-    ) -> Block:  # fmt: skip
+        self,
+        sides: Sequence[Run],
+        plan: Plan,
+        folder: Path,
+        number: int,
+        *_: Any,
+        seal: Callable[[dict[str, Any]], dict[str, Any]],
+        **__: Any,
+    ) -> Block:
         if self.error is not None and len(self.folders) >= self.error_after:
             raise self.error
         if self.fails in [side.side for side in sides]:

@@ -219,8 +219,9 @@ def test_goals_of_what_is_not_there_are_refused(words: list[str], message: str) 
 
 def test_a_plan_that_is_not_there_is_refused(refusal: Callable[..., str]) -> None:
     for words, said in {
-        "--links 0.5 --gpu": "leave --only and --gpu out", "--links 1 0": "rates above 0"
-    }.items():  # fmt: skip
+        "--links 0.5 --gpu": "leave --only and --gpu out",
+        "--links 1 0": "rates above 0",
+    }.items():
         assert said in refusal(bench_run.main, words.split())
     text = refusal(bench_run.main, ["--only", "nothing"])
     assert text.startswith("benchmarks/run.py: --only nothing: choose from best-configuration, ")

@@ -1045,9 +1045,12 @@ def test_weights_of_other_classes_need_a_new_head(is_exported: bool, tmp_path: P
     ],
 )
 def test_numbers_in_the_order_of_text_are_warned_of(
-    classes: str, now: dict[str, Any], warns: bool, tmp_path: Path,
+    classes: str,
+    now: dict[str, Any],
+    warns: bool,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """Weights of others may have them in the order of numbers; those of this project do not."""
     config = replace(CONFIG, **{"arch": "resnet10", "weights": str(tmp_path / "w.pth"), **now})
     model, data = (
@@ -1132,9 +1135,11 @@ def read_back(file: Path) -> Any:
     ],
 )
 def test_the_better_weights_come_back(
-    evaluations: list[tuple[int, str, float]], whose: str, tmp_path: Path,
+    evaluations: list[tuple[int, str, float]],
+    whose: str,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """Under the network's own names, however they are wrapped in training."""
     parts, run, out = trainables(steps=3), tmp_path / "run", tmp_path / "w.safetensors"
     kept(run, parts, 3)

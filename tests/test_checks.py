@@ -33,12 +33,16 @@ Usage, Memory = namedtuple("Usage", "free"), namedtuple("Memory", "available")
 def sound_machine(monkeypatch, tmp_path):
     """Four idle cores, no GPU, everything installed, a plain shell."""
     of_checks = {
-        "check_load": lambda: make_finding("other load", True, "", ""), "visible_gpus": lambda: 0,
-        "torch_facts": lambda: TORCH, "horovod_facts": lambda: HOROVOD,
+        "check_load": lambda: make_finding("other load", True, "", ""),
+        "visible_gpus": lambda: 0,
+        "torch_facts": lambda: TORCH,
+        "horovod_facts": lambda: HOROVOD,
         "mpi_version": lambda: "Open MPI 4.1.8",
-        "gpu_facts": list, "addresses": lambda: {checks.OWN_NAME: "10.0.0.1"},
-        "NVIDIA_DRIVER": tmp_path / "no driver", "CPUS": tmp_path / "cpus",
-    }  # fmt: skip
+        "gpu_facts": list,
+        "addresses": lambda: {checks.OWN_NAME: "10.0.0.1"},
+        "NVIDIA_DRIVER": tmp_path / "no driver",
+        "CPUS": tmp_path / "cpus",
+    }
     for name, value in of_checks.items():
         monkeypatch.setattr(checks, name, value)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
@@ -321,9 +325,7 @@ def test_connections_that_fail_are_told() -> None:
         a.terminate()
         a.wait()
         assert connection_problems(networks, {"a": a})[OWN_NAME] == ["a answers no longer"]
-    assert problems == {
-        "10.0.0.0/24": [], OWN_NAME: ["a -> b (127.0.0.3): Connection refused"]
-    }  # fmt: skip
+    assert problems == {"10.0.0.0/24": [], OWN_NAME: ["a -> b (127.0.0.3): Connection refused"]}
     found = network_findings({"a": report()}, problems, None)
     assert [one.status for one in found] == ["ok", "ok", "warning"]
     assert "/etc/hosts" in found[-1].remedy and problems[OWN_NAME][0] in found[-1].found

@@ -117,26 +117,45 @@ def write_folder(
     launch of `failed` does."""
     blocks = max(map(len, times.values()))
     plan = {
-        "backends": list(times), "workers": 4, "blocks": blocks, "wires": ["fp32", "fp16"],
-        "model": "resnet50", "cores": 8, "warnings": ["the machine is busy"],
-    }  # fmt: skip
+        "backends": list(times),
+        "workers": 4,
+        "blocks": blocks,
+        "wires": ["fp32", "fp16"],
+        "model": "resnet50",
+        "cores": 8,
+        "warnings": ["the machine is busy"],
+    }
     folder.mkdir(parents=True)
     (folder / "collectives.json").write_text(json.dumps(plan))
     messages = {"4096": 4096, str(1 << 28): 1 << 28, "model layers": 1 << 26}
     for name, of_blocks in times.items():
         for block, seconds in enumerate(of_blocks, start=1):
-            lines = [{
-                "kind": "world", "backend": name, "transport": "MPI", "device": "cpu",
-                "device_name": "A processor", "hosts": ["a", "b"], "versions": {"x": "1"},
-                "ranks": 4, "threads": 1,
-            }]  # fmt: skip
+            lines = [
+                {
+                    "kind": "world",
+                    "backend": name,
+                    "transport": "MPI",
+                    "device": "cpu",
+                    "device_name": "A processor",
+                    "hosts": ["a", "b"],
+                    "versions": {"x": "1"},
+                    "ranks": 4,
+                    "threads": 1,
+                }
+            ]
             for (message, size), wire in product(messages.items(), ("fp32", "fp16")):
                 if (name, wire) != ("mpi4py", "fp16"):
                     value = seconds * size / 4096 * (2 if wire == "fp16" else 1)
-                    lines.append({
-                        "kind": "allreduce", "message": message, "bytes": size, "wire": wire,
-                        "tensors": 1, "seconds_median": value,
-                    })  # fmt: skip
+                    lines.append(
+                        {
+                            "kind": "allreduce",
+                            "message": message,
+                            "bytes": size,
+                            "wire": wire,
+                            "tensors": 1,
+                            "seconds_median": value,
+                        }
+                    )
             lines.append({"kind": "copy", "bytes": 1 << 28})  # as earlier versions wrote
             place = folder / f"block-{block}" / name
             place.mkdir(parents=True)
@@ -323,9 +342,17 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(tmp_path, m
 )
 def test_commands(name, given, told):
     settings = {
-        "workers": 2, "hosts": None, "network_interface": None, "sizes": [4], "wires": ["fp32"],
-        "seconds": 0.1, "threads": 1, "model": "none", "cuda": True, **given,
-    }  # fmt: skip
+        "workers": 2,
+        "hosts": None,
+        "network_interface": None,
+        "sizes": [4],
+        "wires": ["fp32"],
+        "seconds": 0.1,
+        "threads": 1,
+        "model": "none",
+        "cuda": True,
+        **given,
+    }
     assert re.search(told, " ".join(collectives.command(name, settings, Path("x"))))
 
 
@@ -388,11 +415,25 @@ def test_a_wrong_sum_on_any_rank_fails_the_launch(launcher, module, name, tmp_pa
 @pytest.mark.full
 def test_every_engine_sums_right(tmp_path):
     folder, sizes = tmp_path / "out", ("4", "4096", "4194308")
-    done = run([
-        sys.executable, "compare/collectives.py", "--sizes", *sizes, "--model", "squeezenet1_1",
-        "--blocks", "1", "--seconds", "0.01", "--no-cuda", "--out", str(folder),
-        "--json", str(tmp_path / "a.json"),
-    ])  # fmt: skip
+    done = run(
+        [
+            sys.executable,
+            "compare/collectives.py",
+            "--sizes",
+            *sizes,
+            "--model",
+            "squeezenet1_1",
+            "--blocks",
+            "1",
+            "--seconds",
+            "0.01",
+            "--no-cuda",
+            "--out",
+            str(folder),
+            "--json",
+            str(tmp_path / "a.json"),
+        ]
+    )
     assert done.returncode == 0, done.output
     for name in BACKENDS:
         place = folder / "block-1" / name

@@ -256,9 +256,16 @@ def training(
     bucket holds one of the weights."""
     config = folder_config(
         images,
-        **{"log_dir": str(root), "name": "run", "max_steps": 4, "checkpoint_steps": 2,
-           "bucket_cap_mb": 1e-6, "cuda": False, **settings},
-    )  # fmt: skip
+        **{
+            "log_dir": str(root),
+            "name": "run",
+            "max_steps": 4,
+            "checkpoint_steps": 2,
+            "bucket_cap_mb": 1e-6,
+            "cuda": False,
+            **settings,
+        },
+    )
     check(config, "ddp", RANKS)
     return in_lockstep(lambda rank: train.main(config, a_world(rank, RANKS), hooks(rank)))
 

@@ -70,8 +70,18 @@ def machine(random: np.random.Generator, when: Array, drift: float) -> Array:
     return np.take_along_axis(speed, flat, axis=1).reshape(when.shape)
 
 
-def turns(seed, sides, noise=TURN, launch=LAUNCH, outliers=0.0, drift=0.0, echo=0.0,
-          slowed=(0, 1, 2, 3), louder=(1.0, 1.0, 1.0, 1.0), truth=TRUTH) -> Array:  # fmt: skip
+def turns(
+    seed,
+    sides,
+    noise=TURN,
+    launch=LAUNCH,
+    outliers=0.0,
+    drift=0.0,
+    echo=0.0,
+    slowed=(0, 1, 2, 3),
+    louder=(1.0, 1.0, 1.0, 1.0),
+    truth=TRUTH,
+) -> Array:
     """The logarithms of the sides' speeds: [experiments, blocks, rounds, sides], of as many blocks
     as the time allows.
 
@@ -239,9 +249,16 @@ def test_a_report_on_equal_engines_shows_a_difference_in_one_of_twenty_at_most(n
 
 def verdict(speed: Estimate) -> Verdict:
     return Verdict(
-        case="", workers=2, first="a", second="b", first_label="", second_label="",
-        differences=(), margin=Plan().margin, speed=speed,
-    )  # fmt: skip
+        case="",
+        workers=2,
+        first="a",
+        second="b",
+        first_label="",
+        second_label="",
+        differences=(),
+        margin=Plan().margin,
+        speed=speed,
+    )
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.01, 0.02])

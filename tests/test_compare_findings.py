@@ -98,9 +98,13 @@ def real(tmp_path_factory) -> Comparison:
     told = real_fingerprint(CONFIG)
     surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, [("here", [0, 1])] * 2)
     of_horovod = {
-        "engine": "horovod", "transport": "MPI", "launcher": "mpirun",
-        "version": "0.28.1", "horovod": "0.28.1", "mpi": "Open MPI 4.1.8",
-    }  # fmt: skip
+        "engine": "horovod",
+        "transport": "MPI",
+        "launcher": "mpirun",
+        "version": "0.28.1",
+        "horovod": "0.28.1",
+        "mpi": "Open MPI 4.1.8",
+    }
     for run in comparison.runs:
         own = of_horovod if run.engine == "horovod" else {"mpi": None}
         run.config = replace(run.config, flags=json.loads(json.dumps(asdict(CONFIG))))
@@ -312,9 +316,13 @@ def test_tuned_is_judged_against_the_defaults_where_the_plan_says_so(tmp_path):
 def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
     twin = Configuration("ddp-twin", "ddp", "torchrun")
     stock = Configuration(
-        "horovod-stock", "horovod", "horovodrun", "mpi", flags=("--no-sleeping-poll",),
+        "horovod-stock",
+        "horovod",
+        "horovodrun",
+        "mpi",
+        flags=("--no-sleeping-poll",),
         environment={"OMPI_MCA_mpi_yield_when_idle": "0"},
-    )  # fmt: skip
+    )
     labels = {
         "ddp-torchrun": "DDP over Gloo by torchrun",
         "ddp-mpirun": "DDP over Gloo by mpirun",

@@ -77,8 +77,15 @@ def test_a_comparison_is_kept_and_says_what_it_said(comparison, capsys):
         str(path.parent.relative_to(comparison)) for path in comparison.glob("*/*/summary.json")
     )  # without the warm-up's and the trace's
     run = runs["block-1/ddp-torchrun-1"]
-    assert set(run) == {"command.txt", "config.json", "environment.json", "metrics.jsonl",
-                        "outcome.json", "output.log", "summary.json"}  # fmt: skip
+    assert set(run) == {
+        "command.txt",
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "outcome.json",
+        "output.log",
+        "summary.json",
+    }
     assert run["config.json"]["cache_dir"] == "~/.cache/x"
     assert run["output.log"] == f"./ddp_train/train.py in ., not {ROOT}2\n"
     # The record says what the original says.

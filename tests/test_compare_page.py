@@ -228,8 +228,9 @@ def test_copying_gives_tab_separated_values(browser, pages, clipboard):
             page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(); }")
         button = page.locator(".tools:has(+ table.cards) button").first
         button.click()
-        page.wait_for_function("element => element.textContent === 'copied'",
-                               arg=button.element_handle())  # fmt: skip
+        page.wait_for_function(
+            "element => element.textContent === 'copied'", arg=button.element_handle()
+        )
         lines = page.evaluate("navigator.clipboard.readText()").splitlines()
         head, *rows = [line.split("\t") for line in lines]
         assert head[:3] == ["configuration", "workers", "images/s"]

@@ -122,10 +122,16 @@ flags = "--precision bf16"
 def test_a_file_says_all_that_a_plan_holds(here):
     plan = plan_of(plan_file(here, FILE))
     expected = {
-        "configurations": ("ddp-torchrun", "ddp-fp16", "horovod-tuned"), "workers": (2, 4),
-        "blocks": 5, "seed": 7, "timeout": 60, "measure": "runs", "margin": 0.025,
-        "order_seed": 3, "no_phases": True,
-    }  # fmt: skip
+        "configurations": ("ddp-torchrun", "ddp-fp16", "horovod-tuned"),
+        "workers": (2, 4),
+        "blocks": 5,
+        "seed": 7,
+        "timeout": 60,
+        "measure": "runs",
+        "margin": 0.025,
+        "order_seed": 3,
+        "no_phases": True,
+    }
     assert {name: getattr(plan, name) for name in expected} == expected
     assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
     assert plan.cases == ["a", "b"]
@@ -144,9 +150,21 @@ def test_a_file_says_all_that_a_plan_holds(here):
 def test_flags_win_over_the_file(here):
     name = plan_file(here, FILE)
     plan = plan_of(
-        name, "--workers", "1", "--seed", "8", "--configurations", "ddp-torchrun", "horovod-tuned",
-        "--case", "c=--arch alexnet", "--no-phases", "--", "--arch", "vgg16",
-    )  # fmt: skip
+        name,
+        "--workers",
+        "1",
+        "--seed",
+        "8",
+        "--configurations",
+        "ddp-torchrun",
+        "horovod-tuned",
+        "--case",
+        "c=--arch alexnet",
+        "--no-phases",
+        "--",
+        "--arch",
+        "vgg16",
+    )
     assert (plan.workers, plan.seed, plan.no_phases) == ((1,), 8, True)
     assert plan.pairs() == [("ddp-torchrun", "horovod-tuned")]  # the file's pair is gone
     assert plan.cases == ["c"]
@@ -239,8 +257,11 @@ def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
 )
 def test_a_ready_plan_still_trains_what_was_recorded(name: str, record: str) -> None:
     """Else what the README says of it is of another training."""
-    earlier = {"ddp-gloo": "ddp-torchrun", "horovod-mpirun-gloo": "horovod-gloo",
-               "horovod-mpirun-mpi": "horovod-mpi"}  # when launchers differed  # fmt: skip
+    earlier = {
+        "ddp-gloo": "ddp-torchrun",
+        "horovod-mpirun-gloo": "horovod-gloo",
+        "horovod-mpirun-mpi": "horovod-mpi",
+    }  # when launchers differed
     for run in plan_of(name).block(1):
         own = re.sub("-again$|-delayed$", "", run.configuration.name)
         folder = record.format(earlier.get(own, own))
@@ -317,8 +338,13 @@ def test_a_run_on_several_hosts_is_started_there_with_its_variables(name, monkey
     assert "LD_LIBRARY_PATH" not in taken
     if name == "ddp-torchrun":
         assert words[words.index("torchrun") :][:6] == [
-            "torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-id"
-        ]  # fmt: skip
+            "torchrun",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            "--rdzv-id",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -343,10 +369,11 @@ def test_a_worker_has_the_same_threads_at_any_number_of_workers(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     words = ("--configurations", "ddp-mpirun", "--workers", "2", "4", "--hosts")
     for hosts, given, threads in (
-        ("a:2,b:2", [], ["--threads", "4"]), ("a:4,b:2", [], ["--threads", "2"]),
+        ("a:2,b:2", [], ["--threads", "4"]),
+        ("a:4,b:2", [], ["--threads", "2"]),
         ("a:4,b:2", ["--threads=3"], ["--threads=3"]),
         ("a:4,b:2", ["--threads", "3"], ["--threads", "3"]),
-    ):  # fmt: skip
+    ):
         made = plan_of(*words, hosts, "--", *given).trainer_arguments
         assert made == (*threads, "--keep-checkpoints", "0")
 
@@ -365,8 +392,16 @@ def test_a_server_that_gets_no_slot_here_makes_its_run_leave_this_host():
 
 def test_no_two_starts_share_a_rendezvous(here):
     """Two torchruns that do form one training of some hosts of each."""
-    words = ("--configurations", "ddp-torchrun", "--workers", "4", "--blocks", "2", "--hosts",
-             "a:2,b:2")  # fmt: skip
+    words = (
+        "--configurations",
+        "ddp-torchrun",
+        "--workers",
+        "4",
+        "--blocks",
+        "2",
+        "--hosts",
+        "a:2,b:2",
+    )
     for flag in ("--rdzv-id", "--rdzv-endpoint"):
         assert len({told[told.index(flag) + 1] for told in dry_run(*words)}) == 2
 
@@ -419,8 +454,17 @@ def allocation(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("allocation")
 def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
-    plan = plan_of("--hosts", "slurm", "--workers", "2", "3", "--configurations", "ddp-srun",
-                   "horovod-srun", "horovod-mpirun")  # fmt: skip
+    plan = plan_of(
+        "--hosts",
+        "slurm",
+        "--workers",
+        "2",
+        "3",
+        "--configurations",
+        "ddp-srun",
+        "horovod-srun",
+        "horovod-mpirun",
+    )
     assert plan.hosts == "a:2,b:2"
     assert plan_record(plan, "").hosts is None, "the next block may get other nodes"
     commands = {run.name: shlex.join(run.command(Path("x"))) for run in plan.runs()}
@@ -461,8 +505,13 @@ def test_over_the_blocks_nothing_is_oftener_early_than_another(number):
 def test_what_is_judged_stands_side_by_side_and_alternates():
     """With several numbers of workers, too: a fixed order once had one engine first throughout."""
     pairs = (("ddp-mpirun", "ddp-torchrun"), ("horovod-gloo", "horovod-mpi"))
-    plan = Plan(configurations=("ddp-torchrun", "horovod-mpi", "ddp-mpirun", "horovod-gloo"),
-                judged_pairs=pairs, workers=(1, 2, 4), measure="runs", blocks=6)  # fmt: skip
+    plan = Plan(
+        configurations=("ddp-torchrun", "horovod-mpi", "ddp-mpirun", "horovod-gloo"),
+        judged_pairs=pairs,
+        workers=(1, 2, 4),
+        measure="runs",
+        blocks=6,
+    )
     blocks = [plan.block(number) for number in range(1, 7)]
     for workers, (first, second) in itertools.product(plan.workers, pairs):
         orders = [[r.configuration.name for r in one if r.workers == workers] for one in blocks]
@@ -481,8 +530,9 @@ def test_no_side_of_a_pair_is_oftener_at_the_edge_of_a_block_than_the_other(numb
     """There a side has two turns in a row."""
     names = list(CONFIGURATIONS)[:number]
     judged = tuple((names[first], names[second]) for first, second in pairs)
-    plan = Plan(configurations=names, judged_pairs=judged, null=null, order_seed=4,
-                control=Share(0.03))  # fmt: skip
+    plan = Plan(
+        configurations=names, judged_pairs=judged, null=null, order_seed=4, control=Share(0.03)
+    )
     orders = [
         [run.configuration.name for run in plan.in_order(block, "", 2)] for block in range(1, 721)
     ]

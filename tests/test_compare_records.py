@@ -46,8 +46,12 @@ def make_square(folder: Path, **plan: Any) -> Path:
     """Write a comparison by turns of both engines over Gloo and MPI: DDP is the faster one, and
     MPI faster than Gloo."""
     speeds = {"ddp-torchrun": 100, "ddp-mpi": 108, "horovod-gloo": 95, "horovod-mpi": 102}
-    pairs = (("ddp-torchrun", "horovod-gloo"), ("ddp-mpi", "horovod-mpi"),
-             ("ddp-mpi", "ddp-torchrun"), ("horovod-mpi", "horovod-gloo"))  # fmt: skip
+    pairs = (
+        ("ddp-torchrun", "horovod-gloo"),
+        ("ddp-mpi", "horovod-mpi"),
+        ("ddp-mpi", "ddp-torchrun"),
+        ("horovod-mpi", "horovod-gloo"),
+    )
     asked = {"workers": (2,), "blocks": 1, **plan}
     make_comparison(folder, a_plan(configurations=tuple(speeds), judged_pairs=pairs, **asked))
     return make_turns(folder, speeds)
@@ -56,9 +60,15 @@ def make_square(folder: Path, **plan: Any) -> Path:
 def settings_of(run: Run) -> dict[str, Any]:
     """Return the settings that a run's arguments make, and defaults for others."""
     settings: dict[str, Any] = {
-        "arch": "resnet18", "batch_size": 32, "precision": "fp32", "data": "digits",
-        "epochs": EPOCHS, "seed": run.seed or 0, "fp16_allreduce": False, "bucket_cap_mb": None,
-    }  # fmt: skip
+        "arch": "resnet18",
+        "batch_size": 32,
+        "precision": "fp32",
+        "data": "digits",
+        "epochs": EPOCHS,
+        "seed": run.seed or 0,
+        "fp16_allreduce": False,
+        "bucket_cap_mb": None,
+    }
     for flag, value in itertools.pairwise((*run.arguments, "--")):
         field = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--") and field in settings:
@@ -76,48 +86,101 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
     speed = common * (ratio if own.engine == "ddp" else 1) * noise.uniform(0.99, 1.01)
     batch = settings["batch_size"] * run.workers
     # All that the slower one takes longer goes into the exchange, which is part of backward.
-    phases = {f"{name}_seconds": share * batch / (common * max(ratio, 1))
-              for name, share in SHARES.items()}  # fmt: skip
+    phases = {
+        f"{name}_seconds": share * batch / (common * max(ratio, 1))
+        for name, share in SHARES.items()
+    }
     phases["backward_seconds"] += batch / speed - sum(phases.values())
     over_mpi = (own.controller or own.transport or own.engine) in ("mpi", "horovod")
     started: dict[str, Any] = {
-        "engine": own.engine, "launcher": "mpirun" if own.controller == "mpi" else own.launcher,
-        "transport": "MPI" if over_mpi else "Gloo", "world_size": run.workers,
+        "engine": own.engine,
+        "launcher": "mpirun" if own.controller == "mpi" else own.launcher,
+        "transport": "MPI" if over_mpi else "Gloo",
+        "world_size": run.workers,
         "threads": 2 // run.workers,
-    }  # fmt: skip
+    }
     digest = f"{settings['seed']:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
     lines: list[dict[str, Any]] = [
         {"kind": "event", "name": "start", "time_utc": "...", "step": 0},
-        {"kind": "step", "epoch": 0, "step": 1, "samples_seen": batch, "loss": 2.3, "top1": 10.0,
-         "top5": 50.0, "learning_rate": 0.1, "seconds": batch / speed, "images_per_second": speed,
-         "data_seconds": phases["data_seconds"]},
-        *({"kind": "eval", "epoch": epoch, "step": 12 * (epoch + 1), "loss": 1 / (epoch + 1),
-           "samples_seen": 12 * (epoch + 1) * batch, "top1": 99.0 - 9 / (epoch + 1), "top5": 99.5,
-           "num_images": 360, "seconds": 0.1, "train_seconds_so_far": epoch + 1.0}
-          for epoch in range(EPOCHS)),
-    ]  # fmt: skip
+        {
+            "kind": "step",
+            "epoch": 0,
+            "step": 1,
+            "samples_seen": batch,
+            "loss": 2.3,
+            "top1": 10.0,
+            "top5": 50.0,
+            "learning_rate": 0.1,
+            "seconds": batch / speed,
+            "images_per_second": speed,
+            "data_seconds": phases["data_seconds"],
+        },
+        *(
+            {
+                "kind": "eval",
+                "epoch": epoch,
+                "step": 12 * (epoch + 1),
+                "loss": 1 / (epoch + 1),
+                "samples_seen": 12 * (epoch + 1) * batch,
+                "top1": 99.0 - 9 / (epoch + 1),
+                "top5": 99.5,
+                "num_images": 360,
+                "seconds": 0.1,
+                "train_seconds_so_far": epoch + 1.0,
+            }
+            for epoch in range(EPOCHS)
+        ),
+    ]
     fingerprint = {
-        "data_order_sha256": digest, "initial_weights_sha256": digest,
-        "learning_rates_sha256": "b" * 64, "world_size": run.workers, "batches_per_allreduce": 1,
-        "wire_format": "fp16" if settings["fp16_allreduce"] else "fp32", "batch_norm": "local",
-        "threads": 2 // run.workers, "num_images": 1437, "device": "cpu",
-        **{field: settings[field] for field in ("arch", "batch_size", "precision",
-                                                "fp16_allreduce", "bucket_cap_mb")},
-    }  # fmt: skip
+        "data_order_sha256": digest,
+        "initial_weights_sha256": digest,
+        "learning_rates_sha256": "b" * 64,
+        "world_size": run.workers,
+        "batches_per_allreduce": 1,
+        "wire_format": "fp16" if settings["fp16_allreduce"] else "fp32",
+        "batch_norm": "local",
+        "threads": 2 // run.workers,
+        "num_images": 1437,
+        "device": "cpu",
+        **{
+            field: settings[field]
+            for field in ("arch", "batch_size", "precision", "fp16_allreduce", "bucket_cap_mb")
+        },
+    }
     write(folder / "config.json", {**settings, "log_dir": str(folder.parent), "name": run.name})
-    write(folder / "environment.json", asdict(an_environment(
-        **started, local_size=run.workers, rank_hosts=["node"] * run.workers,
-        affinity=["0-1"] * run.workers, variables=own.environment,
-        horovod="0.28.1" if own.engine == "horovod" else None,
-        mpi="Open MPI 4.1.8" if over_mpi else None,
-    )))  # fmt: skip
-    write(folder / "summary.json", asdict(a_summary(
-        **started, steps=STEPS, samples_seen=STEPS * batch, images_per_second=speed,
-        train_seconds=STEPS * batch / speed, cpu_seconds_per_image=1.0 / speed * run.workers,
-        loss=lines[-1]["loss"], weights_sha256=digest, fingerprint=fingerprint,
-        phases=Phases(**phases, steps=STEPS - 5, step_seconds=batch / speed),
-        input=Input(images_per_second=speed, wait_share=SHARES["data"]), gradient_bytes=44_700_000,
-    )))  # fmt: skip
+    write(
+        folder / "environment.json",
+        asdict(
+            an_environment(
+                **started,
+                local_size=run.workers,
+                rank_hosts=["node"] * run.workers,
+                affinity=["0-1"] * run.workers,
+                variables=own.environment,
+                horovod="0.28.1" if own.engine == "horovod" else None,
+                mpi="Open MPI 4.1.8" if over_mpi else None,
+            )
+        ),
+    )
+    write(
+        folder / "summary.json",
+        asdict(
+            a_summary(
+                **started,
+                steps=STEPS,
+                samples_seen=STEPS * batch,
+                images_per_second=speed,
+                train_seconds=STEPS * batch / speed,
+                cpu_seconds_per_image=1.0 / speed * run.workers,
+                loss=lines[-1]["loss"],
+                weights_sha256=digest,
+                fingerprint=fingerprint,
+                phases=Phases(**phases, steps=STEPS - 5, step_seconds=batch / speed),
+                input=Input(images_per_second=speed, wait_share=SHARES["data"]),
+                gradient_bytes=44_700_000,
+            )
+        ),
+    )
     ended = {"status": "completed", "exit_code": 0, "seconds": 12.5, "other_load": 0.05}
     write(folder / "outcome.json", {**ended, **UNSEALED})
     for name, text in {
@@ -270,6 +333,4 @@ def test_a_third_peer_leaves_the_square_of_two(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(records_module, "PEERS", {"deepspeed": "DeepSpeed", **records_module.PEERS})
     folder = Path(__file__).parent.parent / "results" / "xeon-amx-2-cores/2026-11-25-square-1"
     corners = load_comparison(folder).square
-    assert [*corners] == [
-        ("ddp", "MPI"), ("horovod", "MPI"), ("ddp", "Gloo"), ("horovod", "Gloo")
-    ]  # fmt: skip
+    assert [*corners] == [("ddp", "MPI"), ("horovod", "MPI"), ("ddp", "Gloo"), ("horovod", "Gloo")]

@@ -82,8 +82,12 @@ def test_failed_and_missing_runs_are_said(folder, capsys):
         (folder / "block-3/horovod-mpi-1" / file).unlink()
     (folder / "block-2/horovod-mpi-2.failed-1").mkdir()
     text = report_text(folder, capsys)
-    for words in ("block-3/horovod-mpi-1: not run", "2 of 3", "an interval needs 3 blocks",
-                  "horovod-mpi-2.failed-1: failed, and was run again"):  # fmt: skip
+    for words in (
+        "block-3/horovod-mpi-1: not run",
+        "2 of 3",
+        "an interval needs 3 blocks",
+        "horovod-mpi-2.failed-1: failed, and was run again",
+    ):
         assert words in text
 
 
@@ -163,9 +167,14 @@ def test_the_page_asks_nothing_of_the_outside_and_keeps_its_order(folder):
     ids = re.findall(r'\sid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert re.findall(r"<h2>(.*?)</h2>", text) == [
-        "Results", "Plots", "What was equal", "Commands", "Environment", "How to reproduce",
+        "Results",
+        "Plots",
+        "What was equal",
+        "Commands",
+        "Environment",
+        "How to reproduce",
         "What this does not show",
-    ]  # fmt: skip
+    ]
     assert are_in_order(text, "times as fast as", "What was equal")
     plots = re.findall(r"<svg[^>]*>", text)
     assert len(plots) == 5
@@ -214,8 +223,12 @@ def test_markdown_fits_into_an_issue(folder, capsys):
     assert len(tables) == 4
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
-    for words in ("- At 1 worker DDP over Gloo trained", "a\\|b \\<i>c\\</i> \\*d\\*",
-                  "What this does not show", "GPUs."):  # fmt: skip
+    for words in (
+        "- At 1 worker DDP over Gloo trained",
+        "a\\|b \\<i>c\\</i> \\*d\\*",
+        "What this does not show",
+        "GPUs.",
+    ):
         assert words in text
 
 
@@ -251,8 +264,12 @@ def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
         assert len(root.get("aria-label", "")) > 30
         assert "var(" not in text and "currentColor" not in text
     assert texts.keys() == {
-        "verdict", "throughput", "drift", "step-breakdown", "time-to-accuracy",
-    }  # fmt: skip
+        "verdict",
+        "throughput",
+        "drift",
+        "step-breakdown",
+        "time-to-accuracy",
+    }
 
 
 def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, capsys):
@@ -263,10 +280,12 @@ def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, 
     page = tmp_path / "both.html"
     text = written([str(folder), str(other), "--html", str(page)], capsys)
     for pattern in (
-        "Speed of A", "Speed of B", "so none is given",
+        "Speed of A",
+        "Speed of B",
+        "so none is given",
         r"cpu_model +A Processor 9000 +A Processor 9001",
         r"B: .*after\n\nAt 2 workers DDP",  # each one's own verdicts stay
-    ):  # fmt: skip
+    ):
         assert re.search(pattern, text)
     assert "so none is given" in page.read_text() and "A Processor 9001" in page.read_text()
     value = json.loads(written([str(folder), str(other), "--json"], capsys))

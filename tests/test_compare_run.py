@@ -390,8 +390,9 @@ def test_the_commands_are_those_that_a_person_would_type(monkeypatch):
         "horovod-gloo": "horovodrun --gloo -np 2 python horovod_train/train.py",
         "horovod-mpirun": f"{MPIRUN} horovod_train/train.py",
     }
-    plan = Plan(configurations=tuple(begins), workers=(2,), blocks=1,
-                trainer_arguments=("--epochs", "1"))  # fmt: skip
+    plan = Plan(
+        configurations=tuple(begins), workers=(2,), blocks=1, trainer_arguments=("--epochs", "1")
+    )
     assert {shlex.join(run.command(Path("logs"))) for run in plan.runs()} == {
         f"{begin} --log-dir logs --name {name}-2 --seed 42 --epochs 1"
         for name, begin in begins.items()
@@ -423,8 +424,9 @@ def test_without_horovod_the_rest_of_the_default_runs_and_says_so(comparing):
 def test_help_loads_no_torch():
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", str(ROOT / "compare/run.py"), "--help"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert ended.returncode == 0 and "--configurations" in ended.stdout
     assert " torch\n" not in ended.stderr
 

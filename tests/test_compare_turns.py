@@ -50,9 +50,11 @@ def by_turns(
 ) -> Path:
     """Write a comparison measured by turns: one block of whole runs, and `blocks` of turns."""
     plan = a_plan(
-        configurations=names, judged_pairs=PAIRS if names == SQUARE else (), workers=(2,),
+        configurations=names,
+        judged_pairs=PAIRS if names == SQUARE else (),
+        workers=(2,),
         blocks=1,
-    )  # fmt: skip
+    )
     make_comparison(folder, plan)
     return make_turns(folder, {name: SPEEDS[name] for name in names}, blocks, noise=noise)
 
@@ -76,8 +78,11 @@ def edit_blocks(folder: Path, **changes: Any) -> Path:
 
 def test_the_square_parts_engine_and_transport(square):
     assert [*labels_of(square).values()] == [
-        "DDP over Gloo", "Horovod over Gloo", "DDP over MPI", "Horovod over MPI",
-    ]  # fmt: skip
+        "DDP over Gloo",
+        "Horovod over Gloo",
+        "DDP over MPI",
+        "Horovod over MPI",
+    ]
     verdicts = judge(square)
     assert [verdict.decision for verdict in verdicts] == ["equal", "faster", "faster", "slower"]
     for verdict, pattern in zip(verdicts, SENTENCES, strict=True):

@@ -57,9 +57,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def batches_of(
-    config: Config, device: torch.device = CPU, workers: int = 0, start: int = 4, stop: int = 44,
-    rank: int = 0, size: int = 1, meter: InputMeter | None = None,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    config: Config,
+    device: torch.device = CPU,
+    workers: int = 0,
+    start: int = 4,
+    stop: int = 44,
+    rank: int = 0,
+    size: int = 1,
+    meter: InputMeter | None = None,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     data = open_data(config)
     world = a_world(rank, size)
     return list(training_batches(data, config, world, device, workers, start, stop, meter))
@@ -95,10 +101,12 @@ def test_goes_on_anywhere_at_any_number_of_ranks(folders: Config) -> None:
     whole, later, *halves = (
         torch.cat([images for images, _ in batches_of(config, stop=48, **others)])
         for others in (
-            {"start": 0, "meter": meter}, {"start": 20},
-            {"start": 0, "rank": 0, "size": 2}, {"start": 0, "rank": 1, "size": 2},
+            {"start": 0, "meter": meter},
+            {"start": 20},
+            {"start": 0, "rank": 0, "size": 2},
+            {"start": 0, "rank": 1, "size": 2},
         )
-    )  # fmt: skip
+    )
     assert torch.equal(later, whole[20:])
     assert torch.equal(halves[0], whole[0::2])
     assert torch.equal(halves[1], whole[1::2])

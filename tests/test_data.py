@@ -156,9 +156,14 @@ def test_images_grow_with_the_epochs(
     """All of a step are of one size, on all ranks and in all its batches, though an epoch ends
     within it: also where the first image of rank 1 is of the next epoch."""
     config = replace(
-        folders, first_crop_size=32, train_crop_size=40, resize_epochs=(0, 1),
-        batch_size=batch_size, batches_per_allreduce=passes, augment_repeats=repeats,
-    )  # fmt: skip
+        folders,
+        first_crop_size=32,
+        train_crop_size=40,
+        resize_epochs=(0, 1),
+        batch_size=batch_size,
+        batches_per_allreduce=passes,
+        augment_repeats=repeats,
+    )
     stop, step_samples = 3 * data.num_train, samples_per_step(config, a_world(0, size))
     expected = [
         32 if start < data.num_train else 40
@@ -267,11 +272,20 @@ def test_each_batch_is_copied_while_the_one_before_is_used(
     assert told == [
         "copies 1",
         "copies 2",
-        "waits for copy 1", "kept", "kept", "step 1",
+        "waits for copy 1",
+        "kept",
+        "kept",
+        "step 1",
         "copies 3",
-        "waits for copy 2", "kept", "kept", "step 2",
-        "waits for copy 3", "kept", "kept", "step 3",
-    ]  # fmt: skip
+        "waits for copy 2",
+        "kept",
+        "kept",
+        "step 2",
+        "waits for copy 3",
+        "kept",
+        "kept",
+        "step 3",
+    ]
     assert set(map(str, on.call_args_list)) == {str(call(side))}
     assert list(_one_ahead([], folders, CPU)) == []
 
@@ -467,8 +481,13 @@ def test_another_image_takes_the_place_of_a_bad_one(colored: Config) -> None:
     data, meter = damage(colored), InputMeter()
     after = list(training_batches(data, colored, a_world(), CPU, 1, 0, 36, meter))
     positions = SampleStream(9, colored.seed).samples(np.arange(36))
-    pairs = zip(*(itertools.chain(*(zip(*batch, strict=True) for batch in batches))
-                  for batches in (before, after)), strict=True)  # fmt: skip
+    pairs = zip(
+        *(
+            itertools.chain(*(zip(*batch, strict=True) for batch in batches))
+            for batches in (before, after)
+        ),
+        strict=True,
+    )
     for (_, index), ((was, old_label), (image, label)) in zip(positions, pairs, strict=True):
         assert torch.equal(was, image) == (index not in BAD)
         assert image.amax(dim=(1, 2)).argmax() == label
@@ -554,9 +573,13 @@ LIMIT = "Insufficient memory (case 4)"  # libjpeg-turbo's words
     ],
 )
 def test_what_is_no_fault_of_an_image_replaces_none(
-    owner: Any, name: str, error: BaseException, raised: type[BaseException], colored: Config,
+    owner: Any,
+    name: str,
+    error: BaseException,
+    raised: type[BaseException],
+    colored: Config,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """It ends the run, as it is; a check does not list the image either."""
     data, meter = open_data(colored), InputMeter()
     assert data.train is not None
@@ -783,14 +806,23 @@ def test_steps_that_are_left_out_are_not_made() -> None:
     st.integers(1, 40) | st.none(), st.lists(st.integers(1, 99), max_size=6), st.data(),
 )  # fmt: skip
 def test_a_run_leaves_out_the_same_images_and_ends_at_the_same_step_however_often_it_is_resumed(
-    count: int, batch: int, size: int, passes: int, warmup: int, max_steps: int | None,
-    gaps: list[int], drawn: st.DataObject,
-) -> None:  # fmt: skip
+    count: int,
+    batch: int,
+    size: int,
+    passes: int,
+    warmup: int,
+    max_steps: int | None,
+    gaps: list[int],
+    drawn: st.DataObject,
+) -> None:
     """Also at another number of workers. A step that was left out counts towards --max-steps."""
     config = a_config(
-        batch_size=batch, batches_per_allreduce=passes, batch_size_warmup_epochs=warmup, epochs=5,
+        batch_size=batch,
+        batches_per_allreduce=passes,
+        batch_size_warmup_epochs=warmup,
+        epochs=5,
         max_steps=max_steps,
-    )  # fmt: skip
+    )
     bounds = [*itertools.accumulate(gaps)]
     left_out = [(begin, end - begin) for begin, end in zip(bounds[::2], bounds[1::2], strict=False)]
 

@@ -348,8 +348,9 @@ def test_peak_memory_is_in_bytes() -> None:
 def test_cpu_seconds_counts_children() -> None:
     started = cpu_seconds()
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True)\ninput()"
-    child = subprocess.Popen([sys.executable, "-c", burn],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    child = subprocess.Popen(
+        [sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     child.stdout.readline()  # type: ignore[union-attr]
     assert cpu_seconds() - started >= 0.28
     child.communicate(b"\n")

@@ -318,8 +318,10 @@ def test_a_forker_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
     (tmp_path / "forker.py").write_text(FORKER)
     told = subprocess.run(
         [sys.executable, tmp_path / "forker.py", *(how for how, _ in ENDS)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert told.returncode == KILLED, told
     assert told.stdout == f"{[end for _, end in ENDS]}\n", told
     assert told.stderr.count("cannot fork its rank") == 2, told

@@ -229,9 +229,15 @@ def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(
 
 def test_variables_that_steer_an_engine() -> None:
     steering = {
-        "HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "UCX_TLS", "MKL_CBWR",
-        "LD_LIBRARY_PATH", "ATEN_CPU_CAPABILITY", "THP_MEM_ALLOC_ENABLE",
-    }  # fmt: skip
+        "HOROVOD_CYCLE_TIME",
+        "NCCL_DEBUG",
+        "GLOO_SOCKET_IFNAME",
+        "UCX_TLS",
+        "MKL_CBWR",
+        "LD_LIBRARY_PATH",
+        "ATEN_CPU_CAPABILITY",
+        "THP_MEM_ALLOC_ENABLE",
+    }
     # Launchers set these, to other values in each run.
     others = {"HOROVOD_RANK", "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "MASTER_PORT"}
     environ = dict.fromkeys(steering | others, "7")
@@ -257,11 +263,16 @@ def test_a_rank_that_the_others_waited_for_is_named(
     """By the phases in which no rank waits for another: data, forward and optimizer."""
     ranks = [
         replace(
-            a_usage(0, 1, 1).rank, rank=rank, host=f"host{rank}", data_seconds=own / 2,
-            forward_seconds=own / 4, backward_seconds=10 - own, optimizer_seconds=own / 4,
+            a_usage(0, 1, 1).rank,
+            rank=rank,
+            host=f"host{rank}",
+            data_seconds=own / 2,
+            forward_seconds=own / 4,
+            backward_seconds=10 - own,
+            optimizer_seconds=own / 4,
             step_seconds=10.0,
         )
         for rank, own in enumerate(seconds)
-    ]  # fmt: skip
+    ]
     line = straggler(ranks)
     assert line == "" if named is None else f"waited for rank {named} on host{named}:" in line

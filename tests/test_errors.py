@@ -208,9 +208,12 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
     ],
 )
 def test_what_is_told(
-    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(errors.resource, "getrlimit", lambda limit: (40, 40))
     assert code_of(raising(error)) == code
     assert re.fullmatch(said + "\n", capsys.readouterr().err)
@@ -280,9 +283,12 @@ def test_lost_peer(error: Exception, lost: bool, sleeps: list[float]) -> None:
 @pytest.mark.parametrize("error", [RuntimeError("ncclSystemError: no space"), LostPeer()])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_rank_under_watch_keeps_its_state_and_speaks_unless_another_was_lost(
-    error: Exception, is_asked: bool, sleeps: list[float], capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    is_asked: bool,
+    sleeps: list[float],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     kept: list[bool] = []
     monkeypatch.setenv(errors.OWN_RANK, "1")
     monkeypatch.setattr(errors, "keep_state", lambda: kept.append(True))

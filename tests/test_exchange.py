@@ -60,8 +60,12 @@ def a_horovod_run(run: Path) -> Path:
     write_times(run, 1, 0)
     first = {"start_time_since_epoch_in_micros": ZERO // 1000}
     events: list[dict[str, Any]] = [{"ph": "M", "name": "x", "pid": 0, "args": first}]
-    tensors = {"fc": (12_000, 22_000), "bn": (42_000, 62_000), "conv": (42_002, 62_004),
-               "figures": (70_000, 71_000)}  # fmt: skip
+    tensors = {
+        "fc": (12_000, 22_000),
+        "bn": (42_000, 62_000),
+        "conv": (42_002, 62_004),
+        "figures": (70_000, 71_000),
+    }
     for pid, (tensor, (begin, end)) in enumerate(tensors.items(), start=1):
         name = {"name": f"allreduce.{tensor}"}
         ended = {"ph": "E", "ts": end, "pid": pid}
@@ -93,8 +97,9 @@ def test_what_horovod_fused_is_one_message(tmp_path: Path) -> None:
     assert step == [Message(1, 8.0, 10, 10, 12, 22), Message(2, 4.004, 40, 40, 42, 62.004)]
     table, sentence = exchange_lines([step])
     assert [line.split() for line in table.splitlines()[2:]] == [
-        ["1", "8.0", "10.0", "10.0", "12.0", "22.0"], ["2", "4.0", "40.0", "40.0", "42.0", "62.0"],
-    ]  # fmt: skip
+        ["1", "8.0", "10.0", "10.0", "12.0", "22.0"],
+        ["2", "4.0", "40.0", "40.0", "42.0", "62.0"],
+    ]
     assert "take 22 ms" in sentence
 
 

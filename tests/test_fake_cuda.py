@@ -236,11 +236,18 @@ def begin_training(
     monkeypatch.setattr(data, "_loaded", lambda *_: ((*one, 0, [], {}) for one in files(9)))
     batches = training_batches(images, config, a_world(), CUDA, 0, 0, 10**9)
     names = vars(train) | {
-        "config": config, "world": a_world(), "hooks": Hooks(), "data": images, "device": CUDA,
-        "lr_scale": 1, "ranks": Ranks(a_world()), "progress": Progress(),
-        "folder": Path(), "session": SimpleNamespace(batches=batches),
+        "config": config,
+        "world": a_world(),
+        "hooks": Hooks(),
+        "data": images,
+        "device": CUDA,
+        "lr_scale": 1,
+        "ranks": Ranks(a_world()),
+        "progress": Progress(),
+        "folder": Path(),
+        "session": SimpleNamespace(batches=batches),
         "meter": SimpleNamespace(lap=lap),
-    }  # fmt: skip
+    }
     exec(build, names)
 
     def make_step() -> None:

@@ -94,9 +94,13 @@ def train(dry: bool, tmp_path: Path) -> Callable[..., Trained]:
     """train(name, flags, *words before the trainer, engine=, data=, meanwhile=): train."""
 
     def trained(
-        name: str, flags: str, *prefix: str, engine: str = "ddp", data: str = RANDOM_IMAGES,
+        name: str,
+        flags: str,
+        *prefix: str,
+        engine: str = "ddp",
+        data: str = RANDOM_IMAGES,
         meanwhile: Callable[[Any], None] = lambda process: None,
-    ) -> Trained:  # fmt: skip
+    ) -> Trained:
         words = f"{WORK} {data} {flags} --keep-checkpoints 0 --log-dir {tmp_path} --name {name}"
         small = f"{SMALL} --max-steps 12" if dry else ""
         command = [sys.executable, *prefix, TRAINERS[engine], *words.split(), *small.split()]
@@ -147,9 +151,13 @@ WARNING = ("-W", "always", "-c", COUNTED)
 )
 @pytest.mark.parametrize(("batch", "steps"), [(32, 300), (256, 60)])
 def test_speed(
-    flags: str, batch: int, steps: int, train: Callable[..., Trained], dry: bool,
+    flags: str,
+    batch: int,
+    steps: int,
+    train: Callable[..., Trained],
+    dry: bool,
     note: Note,
-) -> None:  # fmt: skip
+) -> None:
     """Images/s by the wall clock and by the steps' own times, which in large batches may differ by
     2 %: in small ones what lies between the steps counts for more."""
     if dry and ("--compile" in flags or batch > 32):

@@ -267,9 +267,13 @@ def test_another_disk_is_another_folder_but_another_host_s_number_is_not() -> No
 @pytest.mark.parametrize("kind", ["fuse.s3fs", "fuse", "squashfs", "ext4"])
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_no_cache_where_times_need_not_show_a_change(
-    kind: str, is_linked: bool, tmp_path: Path, cache: Path, scans: MagicMock,
+    kind: str,
+    is_linked: bool,
+    tmp_path: Path,
+    cache: Path,
+    scans: MagicMock,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Object stores: also if only a class is linked to there."""
     root, elsewhere = make(tmp_path / "train", "a/1.jpg"), Path("/dev/shm")
     if is_linked:
@@ -326,9 +330,12 @@ def test_damaged_cache_is_listed_anew(
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("is_full", [False, True])
 def test_cache_that_cannot_be_written_gives_a_warning(
-    tmp_path: Path, cache: Path, is_full: bool,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    cache: Path,
+    is_full: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if is_full:
         error = OSError(28, "No space left on device")
         monkeypatch.setattr(np, "savez", MagicMock(side_effect=error))
@@ -534,9 +541,13 @@ PASSING = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN]
 @pytest.mark.parametrize("failures", [1, 4, 5])
 @pytest.mark.parametrize("number", [*PASSING, None])
 def test_an_error_that_may_pass_is_met_with_patience(
-    number: int | None, failures: int, tmp_path: Path, pauses: list[float],
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    number: int | None,
+    failures: int,
+    tmp_path: Path,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Four times, and it is said once, though two files are concerned. (A file that has nothing
     to read for now reads as None.)"""
     make(tmp_path, "1.jpg", "2.jpg")
@@ -568,8 +579,9 @@ def test_the_digits_are_scikit_learns() -> None:
     assert len({name.name for name in names}) == 1797  # no image is in both parts
     # Another split would make old accuracies incomparable.
     assert [name.name for name in sorted(names[1438:], key=lambda one: one.name)][:2] == [
-        "0008.jpg", "0023.jpg"
-    ]  # fmt: skip
+        "0008.jpg",
+        "0023.jpg",
+    ]
     for number in range(0, 1438, 97):
         index = int(names[number].stem)
         assert source.target[index] == int(names[number].parent.name) == train.labels[number]

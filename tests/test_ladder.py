@@ -26,7 +26,7 @@ from launching import (
     run,
     train,
     wait_until,
-)  # fmt: skip
+)
 from torch import nn
 
 from baselines import parameter_server

@@ -114,9 +114,13 @@ def test_the_learning_rate_in_words(name: str, settings: dict[str, Any], words: 
 @needs_timm
 def test_lars_scales_what_decays_by_its_trust_ratio() -> None:
     config = a_config(
-        optimizer="lars", momentum=0.0, wd=0.1, norm_weight_decay=0.0, bias_weight_decay=0.0,
+        optimizer="lars",
+        momentum=0.0,
+        wd=0.1,
+        norm_weight_decay=0.0,
+        bias_weight_decay=0.0,
         trust_coefficient=0.01,
-    )  # fmt: skip
+    )
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone(), model.bias.detach().clone()
     optimizer = build_optimizer(model, config)

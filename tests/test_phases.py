@@ -53,9 +53,13 @@ def test_means_add_up_to_the_step() -> None:
     sums.add(a_step(1, 2, 10, 3), images=30)
     sums.add(a_step(3, 2, 14, 3), images=46)
     assert sums.means() == Phases(
-        steps=2, step_seconds=19, data_seconds=2, forward_seconds=2, backward_seconds=12,
+        steps=2,
+        step_seconds=19,
+        data_seconds=2,
+        forward_seconds=2,
+        backward_seconds=12,
         optimizer_seconds=3,
-    )  # fmt: skip
+    )
     assert sums.images_per_second == 2
 
 

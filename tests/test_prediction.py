@@ -178,9 +178,17 @@ def write_run(folder: Path, workers: int, seconds: float, batch_size: int = 8) -
     config = {"log_dir": "runs", "name": folder.name, "arch": "resnet18", "batch_size": batch_size}
     parts = {"data": 0.01, "forward": 0.25, "backward": 0.6, "optimizer": 0.1}  # of a step
     phases = {f"{name}_seconds": share * seconds for name, share in parts.items()}
-    line = {"epoch": 0, "samples_seen": 8, "loss": 1.0, "top1": 1.0, "top5": 5.0,
-            "learning_rate": 0.1, "seconds": seconds, "images_per_second": 8 * workers / seconds,
-            **phases}  # fmt: skip
+    line = {
+        "epoch": 0,
+        "samples_seen": 8,
+        "loss": 1.0,
+        "top1": 1.0,
+        "top5": 5.0,
+        "learning_rate": 0.1,
+        "seconds": seconds,
+        "images_per_second": 8 * workers / seconds,
+        **phases,
+    }
     steps = [{"kind": "step", **line, "step": step} for step in range(1, WARM_UP_STEPS + 7)]
     steps[-1]["seconds"] = 100 * seconds  # one disturbed step counts for nothing
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
@@ -190,10 +198,11 @@ def write_run(folder: Path, workers: int, seconds: float, batch_size: int = 8) -
     work = {"num_images": 1797, "epochs": 4, "train_crop_size": 20}
     summary = a_summary(world_size=workers, fingerprint=work)
     for name, record in {
-        "config.json": config | flags, "environment.json": environment,
+        "config.json": config | flags,
+        "environment.json": environment,
         "summary.json": summary,
         "profile/gradients-rank-0.json": {"elements": elements, "steps": [times]},
-    }.items():  # fmt: skip
+    }.items():
         (folder / name).write_bytes(msgspec.json.encode(record))
     return folder
 

@@ -124,9 +124,12 @@ def test_archives(archives: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["val", "train"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_interrupted_and_started_again(
-    archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    part: str, error: BaseException,
-) -> None:  # fmt: skip
+    archives: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    error: BaseException,
+) -> None:
     """What was half written is not taken for whole, and is written anew."""
     out, name = tmp_path / "out", f"parse_{part}_archive"
     original = getattr(imagenet, name)
@@ -221,9 +224,13 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_renames", [0, 1, 9])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(122, "Disk quota exceeded")])
 def test_sorting_that_is_interrupted_and_resumed(
-    val: Path, table: Path, num_renames: int, error: BaseException,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    val: Path,
+    table: Path,
+    num_renames: int,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     answers = [DEFAULT] * num_renames + [error]
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", Mock(wraps=os.rename, side_effect=answers))

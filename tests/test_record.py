@@ -543,9 +543,13 @@ def test_resumed_run_leaves_the_lines_of_a_whole_one(
     ],
 )
 def test_steps_of_an_epoch(
-    settings: dict[str, Any], epochs: list[int], rates: list[float], loss_of_1: float,
-    tmp_path: Path, clock: SimpleNamespace,
-) -> None:  # fmt: skip
+    settings: dict[str, Any],
+    epochs: list[int],
+    rates: list[float],
+    loss_of_1: float,
+    tmp_path: Path,
+    clock: SimpleNamespace,
+) -> None:
     session = Training(tmp_path, clock, config=replace(CONFIG, **settings))
     session.steps(10)
     assert lines(tmp_path, "step", "epoch") == epochs
@@ -697,9 +701,11 @@ def test_progress_bar_only_on_rank_0_s_terminal(
 
 
 def test_a_line_now_and_then_without_a_terminal(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     now = SimpleNamespace(s=1000.0)
     monkeypatch.setattr(console_module.time, "monotonic", lambda: now.s)
     session = Training(tmp_path, clock)

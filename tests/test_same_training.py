@@ -203,9 +203,13 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
     ],
 )
 def test_resume_in_mid_epoch_under_either_engine(
-    first: tuple[str, str], second: tuple[str, str], arguments: str, trained: Trained,
-    shards: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+    first: tuple[str, str],
+    second: tuple[str, str],
+    arguments: str,
+    trained: Trained,
+    shards: Path,
+    tmp_path: Path,
+) -> None:
     """70 steps at once, under one engine, and the rest of them from step 40 on, in mid-epoch."""
     whole = trained(*DDP, "" if arguments == SHARDS else arguments)  # as from files
     arguments = arguments.format(shards=shards)

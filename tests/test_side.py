@@ -40,9 +40,14 @@ print("the end")
 
 
 def script(
-    folder: Path, name: str, seconds: float = 0.002, steps: int = 10**9, done: str = "images=4",
-    of_side: str = "", before: str = "",
-) -> str:  # fmt: skip
+    folder: Path,
+    name: str,
+    seconds: float = 0.002,
+    steps: int = 10**9,
+    done: str = "images=4",
+    of_side: str = "",
+    before: str = "",
+) -> str:
     """Write a script that does nothing for so many seconds a step; return its command."""
     text = STEPS.format(of_side=of_side, steps=steps, seconds=seconds, done=done)
     (folder / f"{name}.py").write_text(before + text)
@@ -65,8 +70,11 @@ def test_by_hand_nothing_happens_and_nothing_is_loaded(tmp_path):
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "mine.py")],
-        capture_output=True, text=True, env=environment, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
     assert done.stdout == "the end\nset()\n", done.stderr
 
 
@@ -195,9 +203,12 @@ def test_equal_work_is_not_shown_without_digests_or_with_others(compare_scripts,
         for name in ("ones", "zeros")
     )
     double = script(
-        tmp_path, "double", of_side="lambda: {'w': numpy.ones(3)}", before="import numpy\n",
+        tmp_path,
+        "double",
+        of_side="lambda: {'w': numpy.ones(3)}",
+        before="import numpy\n",
         done="images=8",
-    )  # fmt: skip
+    )
     assert compare_scripts(ones, twos, silent, double)[0] == 0
     assert report.main(["out", "--no-html"]) == 0
     shown = capsys.readouterr().out

@@ -60,8 +60,11 @@ def run_in_job(folder: Path, code: str, **variables: str) -> subprocess.Complete
     environ |= {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],
-        env=os.environ | environ, cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        env=os.environ | environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_job_asks_the_project_for_hosts_and_a_port(tmp_path: Path) -> None:

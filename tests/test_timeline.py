@@ -20,40 +20,109 @@ def torch_trace(start_us: float, pid: int, steps: int = 2, gpu: bool = False) ->
     """A trace as torch.profiler writes it: steps of 100 us, in each an operator and an arrow."""
     named = {"process_name": "python", "process_labels": "CPU"}
     events: list[Event] = [
-        {"ph": "M", "name": name, "pid": pid, "tid": 0, "ts": start_us,
-         "args": {"labels" if "labels" in name else "name": text}}
+        {
+            "ph": "M",
+            "name": name,
+            "pid": pid,
+            "tid": 0,
+            "ts": start_us,
+            "args": {"labels" if "labels" in name else "name": text},
+        }
         for name, text in named.items()
-    ]  # fmt: skip
-    events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": pid, "ts": start_us,
-                   "args": {"name": f"thread {pid} (python)"}})  # fmt: skip
+    ]
+    events.append(
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": pid,
+            "tid": pid,
+            "ts": start_us,
+            "args": {"name": f"thread {pid} (python)"},
+        }
+    )
     if gpu:
-        events.append({"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "ts": start_us,
-                       "args": {"labels": "GPU 0"}})  # fmt: skip
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_labels",
+                "pid": 0,
+                "tid": 0,
+                "ts": start_us,
+                "args": {"labels": "GPU 0"},
+            }
+        )
     for step in range(steps):
         ts = start_us + 100 * step
         common = {"pid": pid, "tid": pid}
         events += [
-            {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": ts + 10.125, "dur": 5.5,
-             **common},
-            {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": ts,
-             "dur": 100.0, **common},
+            {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": "aten::add",
+                "ts": ts + 10.125,
+                "dur": 5.5,
+                **common,
+            },
+            {
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": f"ProfilerStep#{step}",
+                "ts": ts,
+                "dur": 100.0,
+                **common,
+            },
             {"ph": "s", "id": step, "cat": "ac2g", "name": "ac2g", "ts": ts + 11, **common},
-            {"ph": "f", "id": step, "cat": "ac2g", "name": "ac2g", "ts": ts + 20, "bp": "e",
-             "pid": 0 if gpu else pid, "tid": 7 if gpu else pid},
-        ]  # fmt: skip
+            {
+                "ph": "f",
+                "id": step,
+                "cat": "ac2g",
+                "name": "ac2g",
+                "ts": ts + 20,
+                "bp": "e",
+                "pid": 0 if gpu else pid,
+                "tid": 7 if gpu else pid,
+            },
+        ]
         if gpu:
             events += [
-                {"ph": "X", "cat": "kernel", "name": "add", "ts": ts + 20, "dur": 30,
-                 "pid": 0, "tid": 7},
-                {"ph": "X", "cat": "gpu_user_annotation", "name": f"ProfilerStep#{step}",
-                 "ts": ts + 20, "dur": 80 if step + 1 < steps else 400, "pid": 0, "tid": 7},
-            ]  # fmt: skip
+                {
+                    "ph": "X",
+                    "cat": "kernel",
+                    "name": "add",
+                    "ts": ts + 20,
+                    "dur": 30,
+                    "pid": 0,
+                    "tid": 7,
+                },
+                {
+                    "ph": "X",
+                    "cat": "gpu_user_annotation",
+                    "name": f"ProfilerStep#{step}",
+                    "ts": ts + 20,
+                    "dur": 80 if step + 1 < steps else 400,
+                    "pid": 0,
+                    "tid": 7,
+                },
+            ]
     events += [
-        {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans",
-         "tid": "PyTorch Profiler", "ts": start_us - 1, "dur": 100.0 * steps + 2},
-        {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "",
-         "ts": start_us + 100 * steps},
-    ]  # fmt: skip
+        {
+            "ph": "X",
+            "cat": "Trace",
+            "name": "PyTorch Profiler (0)",
+            "pid": "Spans",
+            "tid": "PyTorch Profiler",
+            "ts": start_us - 1,
+            "dur": 100.0 * steps + 2,
+        },
+        {
+            "ph": "i",
+            "s": "g",
+            "name": "Record Window End",
+            "pid": "",
+            "tid": "",
+            "ts": start_us + 100 * steps,
+        },
+    ]
     return {"baseTimeNanoseconds": BASE_NS, "traceEvents": events}
 
 
@@ -82,8 +151,9 @@ def horovod_timeline(start_us: int) -> list[Event]:
     ]
 
 
-def make_run(folder: Path, start_us: int, ranks: int = 2, horovod: bool = False, **more: Any
-             ) -> Path:  # fmt: skip
+def make_run(
+    folder: Path, start_us: int, ranks: int = 2, horovod: bool = False, **more: Any
+) -> Path:
     profile = folder / "profile"
     profile.mkdir(parents=True)
     for rank in range(ranks):
@@ -281,9 +351,13 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         assert done.returncode == 0, done.output
     trace = merged([tmp_path / "ddp", tmp_path / "horovod"])
     assert list(processes(trace)) == [
-        "ddp, rank 0, CPU", "ddp, rank 0, DDP's buckets", "ddp, rank 1, CPU",
-        "horovod, rank 0, CPU", "horovod, rank 0, Horovod", "horovod, rank 1, CPU",
-    ]  # fmt: skip
+        "ddp, rank 0, CPU",
+        "ddp, rank 0, DDP's buckets",
+        "ddp, rank 1, CPU",
+        "horovod, rank 0, CPU",
+        "horovod, rank 0, Horovod",
+        "horovod, rank 1, CPU",
+    ]
     begin, other = (
         min(find(trace, "ProfilerStep#1", f"{run}, rank {rank}, CPU")[0]["ts"] for rank in (0, 1))
         for run in ("ddp", "horovod")

@@ -69,9 +69,13 @@ def test_transport_of_ddp(
     ],
 )
 def test_ddp_over_mpi_is_refused(
-    launcher: str, device: torch.device, level: int, size: int, said: str,
+    launcher: str,
+    device: torch.device,
+    level: int,
+    size: int,
+    said: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     mpi(monkeypatch, level, size)
     with pytest.raises(UserError, match=said):
         choose_transport(a_config(transport="mpi"), a_world(1, 2, launcher=launcher), device)
@@ -101,10 +105,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(engine, "prepare_mpi", lambda world: None)
 
     def says(
-        built: str = "gloo mpi", enabled: str = "", nccl: bool = False, adasum: bool = False,
+        built: str = "gloo mpi",
+        enabled: str = "",
+        nccl: bool = False,
+        adasum: bool = False,
         cuda: bool = False,
         **others: str,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         for name in ("gloo", "mpi"):
             setattr(hvd, f"{name}_built", lambda name=name: name in built)
             setattr(hvd, f"{name}_enabled", lambda name=name: name in enabled)
@@ -131,9 +138,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_transport_of_horovod(
-    wanted: str, launcher: str, enabled: str, device: torch.device, nccl: bool, recorded: str,
+    wanted: str,
+    launcher: str,
+    enabled: str,
+    device: torch.device,
+    nccl: bool,
+    recorded: str,
     engine: Any,
-) -> None:  # fmt: skip
+) -> None:
     config, world = a_config(transport=wanted), a_world(1, 2, launcher=launcher)
     module = engine(enabled=enabled, nccl=nccl)
     module.prepare(config, world)
@@ -166,9 +178,13 @@ def test_a_horovod_for_gpus_without_nccl_is_warned_of(engine: Any, capsys: Any) 
     ],
 )  # fmt: skip
 def test_transport_of_horovod_is_refused(
-    wanted: str, launcher: str, horovod: dict[str, Any], device: torch.device, said: str,
+    wanted: str,
+    launcher: str,
+    horovod: dict[str, Any],
+    device: torch.device,
+    said: str,
     engine: Any,
-) -> None:  # fmt: skip
+) -> None:
     config = a_config(transport=wanted, use_adasum="adasum" in horovod)
     if horovod.pop("half", False):
         config = replace(config, precision="O3", batch_norm="sync")

@@ -60,9 +60,13 @@ def test_what_is_a_gain(ratios: list[float], gains: bool) -> None:
     ],
 )
 def test_all_that_is_tried_may_stand_in_the_file(
-    engine: str, has_nccl: bool, first: str, absent: str, tmp_path: Path,
+    engine: str,
+    has_nccl: bool,
+    first: str,
+    absent: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("compare.running.checks.visible_gpus", lambda: 8)
     monkeypatch.setattr("compare.running.checks.horovod_facts", lambda: {"NCCL": has_nccl})
     run = Run(0, one := CONFIGURATIONS[engine], 8, 1, hosts="a.invalid:4,b.invalid:4")
@@ -217,9 +221,12 @@ def test_a_base_that_fails_ends_the_search(
     ],
 )
 def test_what_is_told_before_the_first_run(
-    words: list[str], code: int, told: str, blocks: MadeUpBlocks,
+    words: list[str],
+    code: int,
+    told: str,
+    blocks: MadeUpBlocks,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     assert main(words) == code
     assert told in "".join(capsys.readouterr())
     assert not blocks.folders and not Path("runs").exists()

@@ -131,8 +131,10 @@ def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
     trials = scheduler.find_steps([side("quick"), side("slow"), side("usual")])
     assert scheduler.steps == 5
     assert [(one.side, one.purpose) for one in trials] == [
-        ("quick", "trial"), ("slow", "trial"), ("usual", "trial"),
-    ]  # fmt: skip
+        ("quick", "trial"),
+        ("slow", "trial"),
+        ("usual", "trial"),
+    ]
 
 
 def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones(
@@ -143,10 +145,15 @@ def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones(
     scheduler.steps = 1
     taken, seconds = scheduler.take_rounds([side("a"), side("b")], lines.append)
     assert [(t.side, t.round, t.other_load, t.purpose) for t in taken] == [
-        ("a", 0, 0.5, "disturbed"), ("a", 0, 0.1, "speed"), ("b", 0, 0.2, "speed"),
-        ("b", 1, 0.9, "disturbed"), ("b", 1, 0.8, "disturbed"), ("b", 1, 0.7, "disturbed"),
-        ("b", 1, 0.6, "speed"), ("a", 1, 0.0, "speed"),
-    ]  # fmt: skip
+        ("a", 0, 0.5, "disturbed"),
+        ("a", 0, 0.1, "speed"),
+        ("b", 0, 0.2, "speed"),
+        ("b", 1, 0.9, "disturbed"),
+        ("b", 1, 0.8, "disturbed"),
+        ("b", 1, 0.7, "disturbed"),
+        ("b", 1, 0.6, "speed"),
+        ("a", 1, 0.0, "speed"),
+    ]
     assert seconds > 0
     assert lines == ["round 1 of 2, 0 turns taken again", "round 2 of 2, 1 turns taken again"]
 
@@ -156,12 +163,23 @@ def ranks(*each: tuple[float, float, float, str]) -> list[Rank]:
     seconds, those of the machine, and the machine."""
     return [
         Rank(
-            "x", 0, machine, machine, 2, Pipe()[0], State.READY,
-            {"seconds": seconds, "cpu_seconds": cpu, "busy": busy, "window": seconds + 0.5,
-             "images": 40},
+            "x",
+            0,
+            machine,
+            machine,
+            2,
+            Pipe()[0],
+            State.READY,
+            {
+                "seconds": seconds,
+                "cpu_seconds": cpu,
+                "busy": busy,
+                "window": seconds + 0.5,
+                "images": 40,
+            },
         )
         for seconds, cpu, busy, machine in each
-    ]  # fmt: skip
+    ]
 
 
 def test_what_ranks_measure_comes_to_a_turn() -> None:
@@ -244,8 +262,11 @@ def test_sides_take_turns_and_leave_nothing(
     assert marked(str(tmp_path)) == []
     assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
     assert [(turn.side, turn.round) for turn in found.of("speed")] == [
-        ("one", 0), ("pair", 0), ("pair", 1), ("one", 1),
-    ]  # fmt: skip
+        ("one", 0),
+        ("pair", 0),
+        ("pair", 1),
+        ("one", 1),
+    ]
     assert found.steps["pair"] == found.steps["one"] >= 1
     for turn in found.of("speed"):
         assert turn.seconds >= found.steps[turn.side] * 0.01
@@ -542,8 +563,12 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
     assert len(bench.folders) == 5  # of a minute each: disturbed time does not count
     told = capsys.readouterr().out
     # Of the 4 minutes that are left by then, half as much again will be disturbed.
-    for words in ("up to 6 min left", "plus 2 min in which other processes used",
-                  "the widest interval is +-", "more --minutes"):  # fmt: skip
+    for words in (
+        "up to 6 min left",
+        "plus 2 min in which other processes used",
+        "the widest interval is +-",
+        "more --minutes",
+    ):
         assert words in told
     measure(structs.replace(IN_BLOCKS, minutes=7), tmp_path)
     _, extension = read_json(tmp_path / "plan.json")["ends"]
@@ -595,9 +620,13 @@ def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
     plan = structs.replace(IN_BLOCKS, case={"a": Case(), "b": Case()}, workers=(1, 2))
     measure(plan, tmp_path)
     names = [path.relative_to(tmp_path).as_posix() for path in bench.folders]
-    assert names[:5] == ["turns/a/1-workers/block-1", "turns/a/2-workers/block-1",
-                         "turns/b/1-workers/block-1", "turns/b/2-workers/block-1",
-                         "turns/a/1-workers/block-2"]  # fmt: skip
+    assert names[:5] == [
+        "turns/a/1-workers/block-1",
+        "turns/a/2-workers/block-1",
+        "turns/b/1-workers/block-1",
+        "turns/b/2-workers/block-1",
+        "turns/a/1-workers/block-2",
+    ]
     assert all(group.blocks >= 3 for group in measured(plan, tmp_path))
     bench.folders.clear()
     (tmp_path / "alone").mkdir()

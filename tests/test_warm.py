@@ -40,9 +40,13 @@ def test_a_program_finds_what_python_shows_it(tmp_path: Path) -> None:
     for python in (sys.executable, warm_python()):
         words = ["taskset", "-c", str(min(os.sched_getaffinity(0))), python, "-u"]
         done = subprocess.run(
-            [*words, "scripts/tells.py", "--flag", "two words"], input="asked", env=environ,
-            cwd=tmp_path, capture_output=True, text=True,
-        )  # fmt: skip
+            [*words, "scripts/tells.py", "--flag", "two words"],
+            input="asked",
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         found.append((done.returncode, done.stdout, done.stderr))
     assert found[0] == found[1] and found[0][0] == 3
 

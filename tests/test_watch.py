@@ -89,9 +89,13 @@ class Started:
         environ = {name: value for name, value in os.environ.items() if name not in variables}
         self.launcher = subprocess.Popen(
             [sys.executable, str(script), *words],
-            env=environ | RANK_VARIABLES[launcher], cwd=ROOT, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            env=environ | RANK_VARIABLES[launcher],
+            cwd=ROOT,
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self.launcher.stdout is not None
         self.rank = psutil.Process(int(self.launcher.stdout.readline()))
 
@@ -291,9 +295,11 @@ def test_a_host_that_is_cut_off_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("waited_s", "tells"), [(0.0, False), (14.0, False), (16.0, True)])
 def test_a_rank_that_waits_little_for_a_core_says_nothing(
-    waited_s: float, tells: bool, monkeypatch: pytest.MonkeyPatch,
+    waited_s: float,
+    tells: bool,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     clock, waited = iter([100.0, 159.0, 160.0]), iter([5.0, 5.0 + waited_s])
     monkeypatch.setattr(watch, "time", mock.Mock(monotonic=lambda: next(clock)))
     monkeypatch.setattr(watch, "_waited_for_core_s", lambda: next(waited))
@@ -338,9 +344,12 @@ def test_how_long_a_rank_waited_for_a_core_is_what_the_kernel_says(
     ],
 )
 def test_the_process_that_starts_ranks_anew(
-    launcher: str, parent: list[str], above: list[str], nearest: str,
+    launcher: str,
+    parent: list[str],
+    above: list[str],
+    nearest: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     words = {"own": ["/bin/python", "-u", "train.py"], "parent": parent, "above": above}
     found = {name: mock.Mock(pid=pid) for pid, name in enumerate(words)}
     for name, following in (("own", "parent"), ("parent", "above"), ("above", None)):
@@ -392,9 +401,13 @@ def test_a_rank_that_mpirun_binds_unasked_uses_all_cores(
     words = [sys.executable, str(tmp_path / "mpirun"), "sh", "-c", '"$@" ; true', "sh"]
     environ = {**os.environ, **RANK_VARIABLES["mpirun"], **variables}
     finished = subprocess.run(
-        [*words, sys.executable, "-c", USES], env=environ, cwd=ROOT, check=True, text=True,
+        [*words, sys.executable, "-c", USES],
+        env=environ,
+        cwd=ROOT,
+        check=True,
+        text=True,
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert int(finished.stdout) == (1 if bound else len(os.sched_getaffinity(0)))
 
 
@@ -518,8 +531,12 @@ def test_variables_of_another_job_are_refused(variables: str, code: int, said: s
     environ |= dict(one.split("=") for one in variables.split())
     done = subprocess.run(
         [sys.executable, "-c", "from recipe.watch import own_world; print(own_world().size)"],
-        env=environ, cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == code and re.fullmatch(f"error: {said}" if said else "", done.stderr)
 
 
@@ -544,12 +561,16 @@ def test_ranks_that_do_not_come_are_told_once(present: list[int]) -> None:
     """By rank 0; if it is missing itself, by one of each host."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LATE], cwd=ROOT, text=True,
+            [sys.executable, "-c", LATE],
+            cwd=ROOT,
+            text=True,
             env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in present
-    ]  # fmt: skip
+    ]
     assert all(rank.stdout is not None and rank.stdout.readline() == "late\n" for rank in ranks)
     time.sleep(0.5)  # what each prints then
     told = "".join(rank.communicate()[1] for rank in ranks)

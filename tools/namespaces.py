@@ -216,10 +216,21 @@ def start_sshd(folder: Path, name: str, namespace: str) -> subprocess.Popen[byte
     with (folder / f"{name}-sshd.log").open("wb") as log:
         return subprocess.Popen(
             # Not `ip netns exec`, which replaces the machine's /sys by one without cgroups.
-            ["nsenter", f"--net=/run/netns/{namespace}", "unshare", "--mount", "--uts", "sh", "-c",
-             script],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [
+                "nsenter",
+                f"--net=/run/netns/{namespace}",
+                "unshare",
+                "--mount",
+                "--uts",
+                "sh",
+                "-c",
+                script,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def wait_until_reachable(host: Host, first: Host, folder: Path) -> None:

@@ -236,7 +236,8 @@ def uv_settings(listing: str) -> tuple[dict[str, str], list[str]]:
     found["find-links"] = found.get("find-links", "").replace(" ", ",")
     settings = {UV_VARIABLES[x]: found[x] for x in UV_VARIABLES if found.get(x)}
     settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # like pip: the best of all indexes
-    return settings, ["--no-index"] * (found.get("no-index") in ("1", "true", "yes", "on"))
+    has_no_index = found.get("no-index") in ("1", "true", "yes", "on")
+    return settings, ["--no-index"] if has_no_index else []
 
 
 def build_horovod(venv: Path, asked: dict[str, str]) -> None:

@@ -57,10 +57,14 @@ def decoder(kind: str, listing: Listing, config: Config) -> Callable[[list[int]]
     """Return the function that makes a batch of the images with given indices."""
     images, size = Images(listing, config, TrainTransform(config)), config.train_crop_size
     by_v2 = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
-    by_pillow = transforms.Compose([
-        transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(), transforms.Normalize(MEAN, STD),
-    ])  # fmt: skip
+    by_pillow = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
 
     def raw(indices: list[int]) -> None:
         for index in indices:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.evidence.reading import read_object
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.files import write_json
 
 GUARDED = {"config.json", "environment.json", "summary.json"}
@@ -42,9 +42,13 @@ def digest_of(value: Any) -> str:
 
 
 def sealed(
-    record: dict[str, Any], comparison: Path, folder: Path, before: str = "",
-    files: Iterable[str] | None = None, ends: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    record: dict[str, Any],
+    comparison: Path,
+    folder: Path,
+    before: str = "",
+    files: Iterable[str] | None = None,
+    ends: int | None = None,
+) -> dict[str, Any]:
     """Return the record of a block or run in `folder`, with its seal.
 
     `before` is the digest of the block before, "" if there is none; `files` are the names of the
@@ -72,10 +76,12 @@ def sealed(
 def read_sealed(path: Path, comparison: Path, before: str = "") -> dict[str, Any]:
     """Read a sealed record; UserError names it, and says where the chain is broken."""
     record = read_object(path)
-    refuse((not record.keys() >= {*BROKEN, "digest", "ends"}, f"{path}: run.py has not sealed it"))
+    if not record.keys() >= {*BROKEN, "digest", "ends"}:
+        raise UserError(f"{path}: run.py has not sealed it")
     linked = {name: value for name, value in record.items() if name not in ("digest", "sources")}
     is_whole = digest_of({**linked, "sources": record["sources"]}) == record["digest"]
-    refuse((not is_whole, f"{path}: it was changed since it was measured"))
+    if not is_whole:
+        raise UserError(f"{path}: it was changed since it was measured")
     expected = sealed(linked, comparison, path.parent, before, record["files"], record["ends"])
     for name, reason in BROKEN.items():
         if (part := record[name]) != expected[name]:

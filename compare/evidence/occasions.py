@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 
 from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
 from compare.evidence.records import Comparison
-from recipe.errors import refuse
+from recipe.errors import UserError
 
 Key = tuple[str, int, str, str]  # case, workers, and the labels of first and second
 MIN_OCCASIONS = 4  # to give a standard deviation between them: from fewer it is often 0 by chance
@@ -28,11 +28,11 @@ def refuse_copies(comparisons: Sequence[Comparison]) -> None:
     duplicate would narrow the interval without new information."""
     for one, other in combinations(comparisons, 2):
         made = (one.plan.created_utc, one.plan.order_seed)
-        refuse((
-            made == (other.plan.created_utc, other.plan.order_seed),
-            f"{one.folder} and {other.folder} are the same comparison, begun at {made[0]}: a copy "
-            "adds no information; give one of them",
-        ))  # fmt: skip
+        if made == (other.plan.created_utc, other.plan.order_seed):
+            raise UserError(
+                f"{one.folder} and {other.folder} are the same comparison, begun at {made[0]}: a "
+                "copy adds no information; give one of them"
+            )
 
 
 def over_occasions(comparisons: Sequence[Mapping[Key, Estimate]]) -> list[dict[str, Any]]:
@@ -47,10 +47,14 @@ def over_occasions(comparisons: Sequence[Mapping[Key, Estimate]]) -> list[dict[s
         if len(known) > 1:
             pooled, spread = pool(known)
             names = ("case", "workers", "first_label", "second_label")
-            rows.append({
-                **dict(zip(names, key, strict=True)), "found": estimates, "pooled": pooled,
-                "spread": spread if len(known) >= MIN_OCCASIONS else None,
-            })  # fmt: skip
+            rows.append(
+                {
+                    **dict(zip(names, key, strict=True)),
+                    "found": estimates,
+                    "pooled": pooled,
+                    "spread": spread if len(known) >= MIN_OCCASIONS else None,
+                }
+            )
     return rows
 
 

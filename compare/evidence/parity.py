@@ -15,7 +15,7 @@ import numpy as np
 from compare.evidence import packed
 from compare.evidence.reading import read_metrics, read_object, read_record
 from compare.evidence.words import shortest_unique_names
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.record.schema import StepLine, Summary
 
 # The kinds of arrays in a trace, in the order in which a step computes them, and what to look at if
@@ -190,7 +190,8 @@ def compare_steps(
     a, b = sides
     shared = a.keys() & b.keys()
     both, ranges = " and ".join(names), f"{described(a.keys())} against {described(b.keys())}"
-    refuse((not shared, f"{both} have no step of a rank in common: {ranges}"))
+    if not shared:
+        raise UserError(f"{both} have no step of a rank in common: {ranges}")
     max_ulps, relative = tolerance
     parity = Parity(names[0], names[1], described(shared), max_ulps, relative)
     parity.notes = [
@@ -233,11 +234,11 @@ def compare_step(
         if kind not in kinds:
             continue
         types = [f"{s[name].dtype}{[*s[name].shape]}" if name in s else "none" for s in (x, y)]
-        refuse((
-            types[0] != types[1],
-            f"step {step}, rank {rank}: tensor {name} is {types[0]} in one run and {types[1]} in "
-            "the other: the model, the precision or the frozen layers differ",
-        ))  # fmt: skip
+        if types[0] != types[1]:
+            raise UserError(
+                f"step {step}, rank {rank}: tensor {name} is {types[0]} in one run and {types[1]} "
+                "in the other: the model, the precision or the frozen layers differ"
+            )
         yield TensorPair(step, [rank], kind, layer, position, *distance_of(x[name], y[name]))
 
 
@@ -279,7 +280,8 @@ def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity
     files = read_trace(run)
     first, *others = sorted({rank for _, rank in files}) or [0]
     lacking = "it has no traces of two ranks or more; train on several with --tensor-steps N"
-    refuse((not others, f"{run}: {lacking}"))
+    if not others:
+        raise UserError(f"{run}: {lacking}")
     config = read_object(path) if packed.exists(path := run / "config.json") else {}
     differs = {  # by kind: whether each rank has its own values
         "loss": True,

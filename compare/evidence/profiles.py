@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 from compare.evidence.reading import read_record
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 
 STEP_MARK = "ProfilerStep#"  # torch's profiler marks each step with it
 # The engines' timelines, which rank 0 writes. DDP has no timeline, so ddp_train/buckets.py writes
@@ -41,7 +41,8 @@ def read_profile(run: Path, name: str) -> tuple[list[Lane], int]:
     what is wrong with one."""
     paths = {int(p.stem[5:]): p for p in run.glob("profile/rank-*.json") if p.stem[5:].isdigit()}
     missing = "it contains no profile/rank-*.json; train with --profile-steps N"
-    refuse((not paths, f"{run}: {missing} to have one"))
+    if not paths:
+        raise UserError(f"{run}: {missing} to have one")
     lanes = []
     for rank, path in sorted(paths.items()):
         lanes += read_torch(path, f"{name}, rank {rank}")
@@ -57,7 +58,8 @@ def read_profile(run: Path, name: str) -> tuple[list[Lane], int]:
         for event in lane.events
         if event["name"].startswith(STEP_MARK) and event.get("cat") == "user_annotation"
     ]
-    refuse((not marks, f"{run}: its profile contains no step; profile more steps"))
+    if not marks:
+        raise UserError(f"{run}: its profile contains no step; profile more steps")
     return lanes, min(marks)
 
 
@@ -84,8 +86,13 @@ def read_torch(path: Path, name: str) -> list[Lane]:
                     event["dur"] = round(event["dur"] * 1000)
                 lane.events.append(event)
     except (
-        OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-    ) as error:  # fmt: skip
+        OSError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise UserError(
             f"{path} cannot be read ({error!r}): it is incomplete, or another torch than the one "
             "that this project pins wrote it; profile again"
@@ -102,8 +109,10 @@ def read_timeline(path: Path, name: str) -> Lane:
     left out: it began before the timeline, or ended after it.
     """
     try:
-        events = [{"pid": CYCLES, "ts": 0, "name": "", "args": {}, **event}
-                  for event in json.loads(path.read_bytes())]  # fmt: skip
+        events = [
+            {"pid": CYCLES, "ts": 0, "name": "", "args": {}, **event}
+            for event in json.loads(path.read_bytes())
+        ]
         start = int(events[0]["args"]["start_time_since_epoch_in_micros"])
     except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise UserError(
@@ -206,9 +215,10 @@ def messages_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane
     spans = [
         event
         for event in lane.events
-        if event["name"] == "ALLREDUCE" and step.backward <= event["ts"] < step.end
+        if event["name"] == "ALLREDUCE"
+        and step.backward <= event["ts"] < step.end
         and names_in(event, lane)[0] in elements  # not the loss, for example
-    ]  # fmt: skip
+    ]
     messages = []
     for group in fused(spans):
         names = [name for span in group for name in names_in(span, lane)]

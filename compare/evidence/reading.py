@@ -16,7 +16,7 @@ from compare.evidence.packed import read_text
 from compare.evidence.turns import Block, Turn
 from compare.plan.plan import Outcome
 from compare.plan.plan_file import explanation
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.record.schema import METRICS, Positive, Settings, Summary
 
 Record = TypeVar("Record")
@@ -63,7 +63,8 @@ def parse_block(values: dict[str, Any], path: Path) -> Block:
     turns = [*block.of("speed"), *block.of("ablation")]
     phases = [{frozenset(t.phases) for t in turns if t.side == side} for side in block.order]
     problem = f"{path}: the turns of a side do not all have the same phases"
-    refuse((any(len(of_side) > 1 for of_side in phases), problem))
+    if any(len(of_side) > 1 for of_side in phases):
+        raise UserError(problem)
     return block
 
 

@@ -177,13 +177,14 @@ def find_comparisons(paths: Sequence[Path]) -> list[Path]:
         folder = path if path.is_dir() else path.parent
         is_there = path.exists() and (folder / "plan.json").exists()
         what = "holds no plan.json" if path.exists() else "does not exist"
-        refuse((not is_there, f"{path} {what}: give a comparison's path, as in runs/compare-..."))
+        if not is_there:
+            raise UserError(f"{path} {what}: give a comparison's path, as in runs/compare-...")
         comparisons.append(folder)
-    refuse((
-        not comparisons,
-        "no comparison under runs/: make one with `make compare` or `python compare/run.py`, or "
-        "give the path of one, such as one of those under results/",
-    ))  # fmt: skip
+    if not comparisons:
+        raise UserError(
+            "no comparison under runs/: make one with `make compare` or `python compare/run.py`, "
+            "or give the path of one, such as one of those under results/"
+        )
     return comparisons
 
 
@@ -249,10 +250,15 @@ def place_of(planned: Run, folder: Path) -> dict[str, Any]:
     """Return the fields of a run, or of a side, that the plan determines."""
     configuration = planned.configuration
     return {
-        "folder": folder, "block": planned.block, "case": planned.case,
-        "configuration": configuration.name, "engine": configuration.engine,
-        "launcher": configuration.launcher, "workers": planned.workers, "seed": planned.seed,
-    }  # fmt: skip
+        "folder": folder,
+        "block": planned.block,
+        "case": planned.case,
+        "configuration": configuration.name,
+        "engine": configuration.engine,
+        "launcher": configuration.launcher,
+        "workers": planned.workers,
+        "seed": planned.seed,
+    }
 
 
 def load_turns(comparison: Comparison, case: str, workers: int) -> None:
@@ -273,7 +279,8 @@ def load_turns(comparison: Comparison, case: str, workers: int) -> None:
                 sides.append(RunRecord(**place_of(run, folder), is_side=True))
                 if comparison.plan.side:  # a user's own script writes no run folder
                     side, name = sides[-1], run.configuration.name
-                    refuse((name not in block.facts, f"{path}: facts of {name} are missing"))
+                    if name not in block.facts:
+                        raise UserError(f"{path}: facts of {name} are missing")
                     side.command = block.commands[block.order.index(name)]
                     side.config = Settings(log_dir="", name=None)
                     side.environment = parse(block.facts[name], Environment, f"{path}: {name}")
@@ -297,7 +304,8 @@ def read_written(run: RunRecord, folder: Path) -> None:
     planned = 1 if ENGINES[run.engine].is_one_worker else run.workers
     ran = run.environment.world_size
     problem = f"{folder}/environment.json: world_size is {ran}, but the plan has {planned}"
-    refuse((ran != planned, problem))
+    if ran != planned:
+        raise UserError(problem)
 
 
 def contradictions_of_turns(block: Block, sides: Sequence[RunRecord]) -> Iterator[str]:

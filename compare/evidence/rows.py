@@ -44,21 +44,25 @@ def speed_rows(comparison: Comparison) -> list[Row]:
         planned = sum(run.cell == cell for run in comparison.runs)
         if not rates:
             continue
-        rows.append({
-            **cell_fields(comparison, cell),
-            "images_per_second": harmonic_mean([*rates.values()]),
-            "lowest": min(rates.values()),
-            "highest": max(rates.values()),
-            "mean": estimate_logs([*map(math.log, rates.values())], comparison.confidence),
-            "scaling": estimate_ratio(
-                [rates[block] / workers for block in common],
-                [base[block] / fewest for block in common],
-                confidence=comparison.confidence,
-            ) if common else None,
-            "cpu_ms_per_image": fmean(1000 / b.rate(name, work_per_cpu_second) for b in blocks),
-            "blocks": len(blocks),
-            "planned_blocks": comparison.plan.blocks if comparison.is_by_turns else planned,
-        })  # fmt: skip
+        rows.append(
+            {
+                **cell_fields(comparison, cell),
+                "images_per_second": harmonic_mean([*rates.values()]),
+                "lowest": min(rates.values()),
+                "highest": max(rates.values()),
+                "mean": estimate_logs([*map(math.log, rates.values())], comparison.confidence),
+                "scaling": estimate_ratio(
+                    [rates[block] / workers for block in common],
+                    [base[block] / fewest for block in common],
+                    confidence=comparison.confidence,
+                )
+                if common
+                else None,
+                "cpu_ms_per_image": fmean(1000 / b.rate(name, work_per_cpu_second) for b in blocks),
+                "blocks": len(blocks),
+                "planned_blocks": comparison.plan.blocks if comparison.is_by_turns else planned,
+            }
+        )
     return rows
 
 
@@ -94,15 +98,17 @@ def training_rows(comparison: Comparison) -> list[Row]:
             continue
         memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
         of_equal = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
-        rows.append({
-            **cell_fields(comparison, cell),
-            **{name: median_or_none([one[name] for one in measured]) for name in measured[0]},
-            "weights": of_equal if equal else "–",
-            "runs": len(runs),
-            "planned_runs": sum(run.cell == cell for run in comparison.runs),
-            "peak_memory": estimate_logs(memory, comparison.confidence),
-            "straggler_ratio": median_or_none(ablated),
-        })  # fmt: skip
+        rows.append(
+            {
+                **cell_fields(comparison, cell),
+                **{name: median_or_none([one[name] for one in measured]) for name in measured[0]},
+                "weights": of_equal if equal else "–",
+                "runs": len(runs),
+                "planned_runs": sum(run.cell == cell for run in comparison.runs),
+                "peak_memory": estimate_logs(memory, comparison.confidence),
+                "straggler_ratio": median_or_none(ablated),
+            }
+        )
     return rows
 
 
@@ -187,15 +193,17 @@ def phase_differences(comparison: Comparison, verdicts: Iterable[Verdict]) -> li
             continue
         if math.isclose(*(images_per_step(comparison, cell) for cell in cells), rel_tol=1e-6):
             pairs = [subtract_phases(ours[block], theirs[block]) for block in both]
-            rows.append({
-                **cell_fields(comparison, cells[0]),
-                "configuration": f"{verdict.first} − {verdict.second}",
-                **{
-                    name: mean_interval([pair[name] for pair in pairs], comparison.confidence)
-                    for name in pairs[0]
-                    if all(name in pair for pair in pairs)
-                },
-            })  # fmt: skip
+            rows.append(
+                {
+                    **cell_fields(comparison, cells[0]),
+                    "configuration": f"{verdict.first} − {verdict.second}",
+                    **{
+                        name: mean_interval([pair[name] for pair in pairs], comparison.confidence)
+                        for name in pairs[0]
+                        if all(name in pair for pair in pairs)
+                    },
+                }
+            )
     return rows
 
 

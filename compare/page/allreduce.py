@@ -17,7 +17,7 @@ from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_r
 from compare.evidence.reading import decode, parse, read_object, read_outcome
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count, interval_text, ratio_text, short, three_digits
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.record.schema import Count, Positive, Text
 from recipe.settings.flags import WIRE_BYTES
 
@@ -132,7 +132,8 @@ def read_measurement(folder: Path) -> Measurement:
     were measured before the fault showed.
     """
     path = folder / "collectives.json"
-    refuse((not packed.exists(path), f"{folder}: holds no measurement of collectives"))
+    if not packed.exists(path):
+        raise UserError(f"{folder}: holds no measurement of collectives")
     plan = read_object(path)
     parse(plan, Settings, path)
     launches: dict[str, list[list[dict[str, Any]]]] = {}  # each launch's lines
@@ -148,7 +149,8 @@ def read_measurement(folder: Path) -> Measurement:
     launches = {name: by_block for name, by_block in launches.items() if name not in failed}
     # Blocks in which all backends were measured; the last block may have been interrupted.
     blocks = min(map(len, launches.values()), default=0)
-    refuse((not blocks, f"{folder}: no block is complete; each launch's output.log there says why"))
+    if not blocks:
+        raise UserError(f"{folder}: no block is complete; each launch's output.log there says why")
     figures = dict[tuple[str, str, str], Figure]()
     for name, by_block in launches.items():
         messages = [[(one["message"], one["wire"]) for one in lines[1:]] for lines in by_block]
@@ -158,9 +160,14 @@ def read_measurement(folder: Path) -> Measurement:
         for lines in zip(*(lines[1:] for lines in by_block[:blocks]), strict=True):
             first, seconds = lines[0], tuple(one["seconds_median"] for one in lines)
             figures[name, first["message"], first["wire"]] = Figure(
-                name, first["message"], first["wire"], first["bytes"], first["tensors"],
-                plan["workers"], seconds,
-            )  # fmt: skip
+                name,
+                first["message"],
+                first["wire"],
+                first["bytes"],
+                first["tensors"],
+                plan["workers"],
+                seconds,
+            )
     worlds = {name: by_block[0][0] for name, by_block in launches.items()}
     return Measurement(plan, worlds, figures, failed, blocks, loads, unequal_in(launches))
 
@@ -263,7 +270,8 @@ def speed_table(measurement: Measurement) -> str:
             interval = interval_text(speed).removeprefix(f"{INTERVAL} ")
             shown = interval if speed.blocks >= MIN_BLOCKS else "too few blocks"
             names = (f"{one.backend} {one.wire}" for one in (a, b))
-            rows.append((a.label, *names, ratio_text(speed), shown, "decided" * (i in decided)))
+            verdict = "decided" if i in decided else ""
+            rows.append((a.label, *names, ratio_text(speed), shown, verdict))
     head = ["", "speed of", "against", "ratio", INTERVAL, ""]
     align = ["right", "left", "left", "right", "left", "left"]
     return tabulate.tabulate(rows, head, colalign=align, disable_numparse=True) if rows else ""

@@ -149,9 +149,15 @@ class Layer:
 
 
 def bar(
-    start: float, end: float, y: float, colour: str, thickness: float, opacity: float = 1.0,
-    text: str = "", key: str = "",
-) -> Layer:  # fmt: skip
+    start: float,
+    end: float,
+    y: float,
+    colour: str,
+    thickness: float,
+    opacity: float = 1.0,
+    text: str = "",
+    key: str = "",
+) -> Layer:
     """Return a bar along the x axis, which shows its value in the middle."""
     points = [(start, y), ((start + end) / 2, y), (end, y)]
     return Layer("line", points, colour, thickness, "", opacity, False, ("", text), key)
@@ -207,10 +213,19 @@ class Plot:
             if text and math.isfinite(x + y)
         ]
         drawn = template("plot.svg.jinja").render(
-            plot=self, legend=legend, place=place, left=left, right=right, top=top, bottom=bottom,
-            hits=hits[:: -(-len(hits) // MAX_HITS) or 1], width=WIDTH, line=LINE, font=FONT_SIZE,
+            plot=self,
+            legend=legend,
+            place=place,
+            left=left,
+            right=right,
+            top=top,
+            bottom=bottom,
+            hits=hits[:: -(-len(hits) // MAX_HITS) or 1],
+            width=WIDTH,
+            line=LINE,
+            font=FONT_SIZE,
             height=bottom + LINE + (LINE + 3 if self.x.label else 0) + 3,
-        )  # fmt: skip
+        )
         return str(drawn)
 
     def legend(self) -> list[tuple[float, float, str, list[Layer]]]:

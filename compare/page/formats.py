@@ -49,7 +49,7 @@ def as_text(reports: Sequence[Report]) -> str:
     if len(reports) > 1:
         both = SideBySide(reports)
         parts += map(titled, side_by_side_tables(both))
-        parts += [both.not_pooled, APART, POOLED * bool(both.occasions)]
+        parts += [both.not_pooled, APART, POOLED if both.occasions else ""]
         for letter, name, report in zip(both.letters, both.names, reports, strict=True):
             parts += [f"{letter}: {name}", *said(report)]
     else:
@@ -76,9 +76,13 @@ def as_markdown(reports: Sequence[Report]) -> str:
     both = SideBySide(reports) if len(reports) > 1 else None
     tables = side_by_side_tables(both) if both else main_tables(reports[0])
     text = template("report.md.jinja").render(
-        reports=reports, both=both, tables=tables, table_text=table_text, escaped=escaped,
+        reports=reports,
+        both=both,
+        tables=tables,
+        table_text=table_text,
+        escaped=escaped,
         limits=[f"- {escaped(line)}" for line in reports[0].limits],
-    )  # fmt: skip
+    )
     return re.sub(r"\n{3,}", "\n\n", str(text).strip()) + "\n"
 
 

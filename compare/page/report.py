@@ -117,11 +117,12 @@ class Report:
         batches = all_values(lambda run: run.config.batch_size)
         hosts, device = len(environment.hosts), environment.device_name or environment.cpu_model
         created = datetime.datetime.fromisoformat(self.comparison.plan.created_utc)
+        machine = f"{device}, {count(environment.cores, 'core')}"
         parts = [
             "" if self.comparison.plan.side else f"{model} on {data or 'the given images'}",
             f"batch {batches} a worker" if batches else "",
             all_values(lambda run: run.config.precision),
-            f"{device}, {count(environment.cores, 'core')}" + f", {hosts} hosts" * (hosts > 1),
+            f"{machine}, {hosts} hosts" if hosts > 1 else machine,
             f"{created.day} {created:%B %Y, %H:%M} UTC",
         ]
         return " · ".join(part for part in parts if part)
@@ -170,16 +171,26 @@ class Report:
         over_mpi = [run for run in runs if run.environment.transport == "MPI"]
         on_cpus = [run for run in runs if run.environment.device == "cpu"]
         settings = [
-            (any(run.engine == "ddp" for run in over_mpi),
-             "DDP over MPI runs on mpi4py in a Python thread"),
-            (any(run.engine == "ddp" and run.config.flags.get(VIEW) for run in runs),
-             "DDP's gradients are views of its buckets"),
-            (any(run.engine == "horovod" and run.config.flags.get(SLEEP) for run in on_cpus),
-             "Horovod sleeps between two polls of its gradients"),
-            (any(SLEEP in run.config.flags and run.environment.variables.get(YIELD) != "0"
-                 for run in over_mpi),
-             "MPI yields its core between two polls"),
-        ]  # fmt: skip
+            (
+                any(run.engine == "ddp" for run in over_mpi),
+                "DDP over MPI runs on mpi4py in a Python thread",
+            ),
+            (
+                any(run.engine == "ddp" and run.config.flags.get(VIEW) for run in runs),
+                "DDP's gradients are views of its buckets",
+            ),
+            (
+                any(run.engine == "horovod" and run.config.flags.get(SLEEP) for run in on_cpus),
+                "Horovod sleeps between two polls of its gradients",
+            ),
+            (
+                any(
+                    SLEEP in run.config.flags and run.environment.variables.get(YIELD) != "0"
+                    for run in over_mpi
+                ),
+                "MPI yields its core between two polls",
+            ),
+        ]
         ours = "; ".join(text for applies, text in settings if applies)
         return ours and f"Not engine defaults: {ours}. The plan stock measures their effect."
 
@@ -205,31 +216,49 @@ class Report:
         widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
         shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths, default=0))
         limits = [
-            (is_cpu, "GPUs. This was measured on a CPU: on a GPU a step computes many times faster "
-             "and the gradients travel through NCCL, so neither the ratio nor its direction "
-             "carries over."),
+            (
+                is_cpu,
+                "GPUs. This was measured on a CPU: on a GPU a step computes many times faster "
+                "and the gradients travel through NCCL, so neither the ratio nor its direction "
+                "carries over.",
+            ),
             (not is_cpu, f"Devices other than {environment.device_name}."),
             (not is_own, f"Numbers of workers other than {workers}: they were not measured."),
             (is_own, "That the scripts train equally well: only they know what they compute."),
-            (not is_own, f"Other models and batch sizes. {runs[0].config.arch or 'The model'} at "
-             "this batch size has its own ratio of computation to communication; with more weights "
-             "or a smaller batch, a step waits longer for its gradients."),
-            (len(environment.hosts) == 1, "Networks. All workers ran on one host, where messages "
-             "pass through memory or the loopback interface. Between hosts, latency and bandwidth "
-             "decide, and the engines may differ in other ways."),
-            (is_cpu and len({run.environment.threads for run in runs}) > 1, "Scaling to more "
-             f"machines. All workers share {count(environment.cores, 'core')}; the more workers, "
-             "the fewer threads each has. The column “scaling” shows how well those cores were "
-             "used, not what a second machine would bring."),
-            (bool(widths), "Other occasions. An interval describes this hour on this machine. When "
-             "comparisons were repeated on the recorded machines, their ratios differed between "
-             "occasions by a standard deviation of up to 6.1 % (two occasions of engines as they "
-             "come; up to 3.5 % in squares of engines and transports). Measure again at other "
-             "hours, and give report.py all folders."),
-            (bool(widths), "Small differences. With intervals this wide, a true difference of "
-             f"{shown} is shown with a probability of 80 %, and one of two thirds of that with "
-             "50 %. Some verdicts may show smaller ones."),
-        ]  # fmt: skip
+            (
+                not is_own,
+                f"Other models and batch sizes. {runs[0].config.arch or 'The model'} at "
+                "this batch size has its own ratio of computation to communication; with more "
+                "weights or a smaller batch, a step waits longer for its gradients.",
+            ),
+            (
+                len(environment.hosts) == 1,
+                "Networks. All workers ran on one host, where messages "
+                "pass through memory or the loopback interface. Between hosts, latency and "
+                "bandwidth decide, and the engines may differ in other ways.",
+            ),
+            (
+                is_cpu and len({run.environment.threads for run in runs}) > 1,
+                "Scaling to more "
+                f"machines. All workers share {count(environment.cores, 'core')}; the more "
+                "workers, the fewer threads each has. The column “scaling” shows how well those "
+                "cores were used, not what a second machine would bring.",
+            ),
+            (
+                bool(widths),
+                "Other occasions. An interval describes this hour on this machine. When "
+                "comparisons were repeated on the recorded machines, their ratios differed between "
+                "occasions by a standard deviation of up to 6.1 % (two occasions of engines as "
+                "they come; up to 3.5 % in squares of engines and transports). Measure again at "
+                "other hours, and give report.py all folders.",
+            ),
+            (
+                bool(widths),
+                "Small differences. With intervals this wide, a true difference of "
+                f"{shown} is shown with a probability of 80 %, and one of two thirds of that with "
+                "50 %. Some verdicts may show smaller ones.",
+            ),
+        ]
         return [text for applies, text in limits if applies]
 
 
@@ -250,10 +279,12 @@ class SideBySide:
         # In what the comparisons differ, apart from the order and the noise of their runs: a value
         # for each comparison. Several values within a comparison are joined.
         settings = dict.fromkeys(
-            name for one in comparisons for run in one.written
+            name
+            for one in comparisons
+            for run in one.written
             for name in run.config.flags | run.environment.variables
             if name not in NOT_SETTINGS
-        )  # fmt: skip
+        )
         values: dict[str, Sequence[str]] = {
             "measured by": [one.plan.measure for one in comparisons],
             "scripts": [json.dumps(one.plan.scripts, sort_keys=True) for one in comparisons],

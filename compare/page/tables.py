@@ -116,15 +116,24 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
     """Return the columns of speed, in images or in the unit that a user's own scripts count."""
     one = unit.removesuffix("s")
     return (
-        Column(f"{unit}/s", lambda row: (row["images_per_second"], row["lowest"], row["highest"]),
-               note=f"{unit.capitalize()}/s: all {unit} divided by all seconds, with the range "
-               "over blocks."),
-        Column("scaling, %", "scaling", "{:.0f}", scale=100, is_optional=True,
-               note=f"Scaling: {unit}/s per worker, as a percentage of {unit}/s per worker with "
-               "the fewest workers in the block of the same number, with its interval."),
+        Column(
+            f"{unit}/s",
+            lambda row: (row["images_per_second"], row["lowest"], row["highest"]),
+            note=f"{unit.capitalize()}/s: all {unit} divided by all seconds, with the range "
+            "over blocks.",
+        ),
+        Column(
+            "scaling, %",
+            "scaling",
+            "{:.0f}",
+            scale=100,
+            is_optional=True,
+            note=f"Scaling: {unit}/s per worker, as a percentage of {unit}/s per worker with "
+            "the fewest workers in the block of the same number, with its interval.",
+        ),
         Column(f"CPU ms per {one}", "cpu_ms_per_image", note="CPU time: of all workers."),
         Column("blocks", lambda row: counted(row["blocks"], row["planned_blocks"])),
-    )  # fmt: skip
+    )
 
 
 TRAININGS = (
@@ -215,16 +224,30 @@ def all_tables(report: Report) -> list[Table]:
     most = max((row["planned_runs"] for row in trainings), default=1)
     costs = RESOURCES + LADDER * has_rungs
     found = [
-        cell_table(report, f"Speed, {'by turns' if is_by_turns else 'of whole runs'}",
-                   speed_columns(report.comparison.unit), report.speed),
-        cell_table(report, f"Whole trainings, {'one' if most == 1 else most} each",
-                   TRAININGS, trainings, unused),
+        cell_table(
+            report,
+            f"Speed, {'by turns' if is_by_turns else 'of whole runs'}",
+            speed_columns(report.comparison.unit),
+            report.speed,
+        ),
+        cell_table(
+            report,
+            f"Whole trainings, {'one' if most == 1 else most} each",
+            TRAININGS,
+            trainings,
+            unused,
+        ),
         cell_table(report, "A step's time by phase, ms", PHASE_COLUMNS, report.phases, phases),
-        cell_table(report, "Where a difference lies, ms",
-                   PHASE_COLUMNS, report.phase_differences, differences),
+        cell_table(
+            report,
+            "Where a difference lies, ms",
+            PHASE_COLUMNS,
+            report.phase_differences,
+            differences,
+        ),
         cell_table(report, "Resources", costs, trainings, is_detail=not has_rungs),
         cell_table(report, "Input", INPUT, trainings, is_detail=True),
-    ]  # fmt: skip
+    ]
     return [table for table in found if table.lines]
 
 
@@ -249,8 +272,9 @@ def cell_table(
         for column in columns
         if not column.is_optional or any(column.value(row) is not None for row in rows)
     ]
+    has_cases = len(report.comparison.plan.cases) > 1
     whole = (
-        *[Column("case", "case", is_number=False)] * (len(report.comparison.plan.cases) > 1),
+        *([Column("case", "case", is_number=False)] if has_cases else []),
         Column("configuration", configuration, is_number=False),
         Column("workers", "workers", "{}"),
         *shown,
@@ -278,10 +302,11 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
         is_alarm = goal.verdict.startswith((NO_VERDICT, UNFINISHED))
         return TableCell(goal.verdict, is_alarm=is_alarm)
 
+    question = Column("question", lambda goal: goal.question, is_number=False)
+    place = Column("at", lambda goal: place_text(goal.case, goal.workers), is_number=False)
     columns = (
-        *[Column("question", lambda goal: goal.question, is_number=False)] * (len(reports) > 1),
-        *[Column("at", lambda goal: place_text(goal.case, goal.workers), is_number=False)]
-        * (len(places) > 1),
+        *([question] if len(reports) > 1 else []),
+        *([place] if len(places) > 1 else []),
         Column("sides", lambda goal: goal.name.replace(":", " / "), is_number=False),
         Column("goal", lambda goal: f"≥ {goal.shown(goal.least)}"),
         Column("found", found),
@@ -385,7 +410,7 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
             Column(letter, lambda row, i=i: row["found"][i], "{:.3f}")  # type: ignore[misc]
             for i, letter in enumerate(both.letters)
         ),
-    ]  # fmt: skip
+    ]
     if all(row["spread"] is None for row in both.occasions):
         del occasions[3]
     heads = ["differs", *both.letters]

@@ -149,8 +149,13 @@ class Configuration:
                 # Without --local-addr its ranks look for each other by this host's name, which may
                 # not resolve here.
                 return [
-                    "torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", n
-                ]  # fmt: skip
+                    "torchrun",
+                    "--standalone",
+                    "--local-addr",
+                    "127.0.0.1",
+                    "--nproc-per-node",
+                    n,
+                ]
             assert hosts is not None
             return self.torchrun_words(placement(workers, hosts))
         if self.launcher == "srun":
@@ -180,11 +185,24 @@ class Configuration:
             )
         one_each = ",".join(f"{host}:1" for host in placed)
         return [
-            "mpirun", "-np", str(len(placed)), "-H", one_each, *self.placing_words(),
-            "torchrun", "--nnodes", str(len(placed)), "--nproc-per-node", str(on_each.pop()),
-            "--rdzv-id", secrets.token_hex(6), "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", f"{first}:{secrets.choice(RENDEZVOUS_PORTS)}",
-        ]  # fmt: skip
+            "mpirun",
+            "-np",
+            str(len(placed)),
+            "-H",
+            one_each,
+            *self.placing_words(),
+            "torchrun",
+            "--nnodes",
+            str(len(placed)),
+            "--nproc-per-node",
+            str(on_each.pop()),
+            "--rdzv-id",
+            secrets.token_hex(6),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"{first}:{secrets.choice(RENDEZVOUS_PORTS)}",
+        ]
 
     def srun_words(self, workers: int, hosts: str | None) -> list[str]:
         """Return srun's flags. MPI's processes find each other by PMIx, unless SLURM_MPI_TYPE says

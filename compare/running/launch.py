@@ -53,11 +53,13 @@ def start_and_wait(
     def look(elapsed: float) -> Status | None:
         step = last_step(folder / "metrics.jsonl") or {"step": 0}
         speed = step.get("images_per_second")
-        print_live([
-            label,
-            f"step {step['step']:,}   {rate_text(speed)} images/s" if speed else "",
-            f"running {duration(elapsed)}",
-        ])  # fmt: skip
+        print_live(
+            [
+                label,
+                f"step {step['step']:,}   {rate_text(speed)} images/s" if speed else "",
+                f"running {duration(elapsed)}",
+            ]
+        )
         return "completed" if end_after_steps and step["step"] >= end_after_steps else None
 
     command, summary = run.command(folder.parent), folder / "summary.json"

@@ -124,9 +124,13 @@ def join(ranks: int | None = None, weights: Weights | None = None) -> "Client":
     world = read_world()
     agent = start_agent(
         connect(addresses, key),
-        side=side, number=world.rank, size=ranks or world.size,
-        host=socket.gethostname(), machine=BOOT_ID.read_text(), cores=os.cpu_count() or 1,
-    )  # fmt: skip
+        side=side,
+        number=world.rank,
+        size=ranks or world.size,
+        host=socket.gethostname(),
+        machine=BOOT_ID.read_text(),
+        cores=os.cpu_count() or 1,
+    )
     return Client(agent, int(warm_up), weights)
 
 

@@ -56,23 +56,42 @@ def tuning_plan(plan: Plan, options: SimpleNamespace) -> Plan:
     chosen = {one.engine: one.name for one in reversed(known)}
     rest = [one.name for one in known if one.name not in chosen.values()]
     refuse(
-        *((getattr(options, name), f"--{name.replace('_', '-')}: cannot be combined with --tune; "
-           "leave it out (--rounds sets the number of blocks, --out the folder of a new search)")
-          for name in NO_FLAGS),
-        (options.tune.exists(), f"--tune {options.tune}: exists already; name a new file, such as "
-         "knobs.toml, or move the old one away"),
+        *(
+            (
+                getattr(options, name),
+                f"--{name.replace('_', '-')}: cannot be combined with --tune; "
+                "leave it out (--rounds sets the number of blocks, --out the folder of a new "
+                "search)",
+            )
+            for name in NO_FLAGS
+        ),
+        (
+            options.tune.exists(),
+            f"--tune {options.tune}: exists already; name a new file, such as "
+            "knobs.toml, or move the old one away",
+        ),
         (options.tuning_rounds < 3, f"--rounds {options.tuning_rounds}: give at least 3"),
         (max(plan.workers) < 2, "--workers 1: a single worker exchanges nothing; give at least 2"),
-        (len(plan.cases) > 1, "--tune: the plan has several cases ("
-         f"{', '.join(plan.cases)}), but a file of knobs is for one; name "
-         "it, as in --case 'NAME=flags'"),
-        ("--knobs" in map(flag_name, words),
-         "--knobs among the trainers' flags: --tune begins from the defaults; leave it out"),
-        (chosen.keys() - SETTINGS.keys(), "--tune: there are no settings of "
-         f"{', '.join(chosen.keys() - SETTINGS.keys())} to tune; leave it out"),
-        (options.configurations and rest,
-         f"--configurations: --tune takes one of each engine; leave out {' '.join(rest)}"),
-    )  # fmt: skip
+        (
+            len(plan.cases) > 1,
+            "--tune: the plan has several cases ("
+            f"{', '.join(plan.cases)}), but a file of knobs is for one; name "
+            "it, as in --case 'NAME=flags'",
+        ),
+        (
+            "--knobs" in map(flag_name, words),
+            "--knobs among the trainers' flags: --tune begins from the defaults; leave it out",
+        ),
+        (
+            chosen.keys() - SETTINGS.keys(),
+            "--tune: there are no settings of "
+            f"{', '.join(chosen.keys() - SETTINGS.keys())} to tune; leave it out",
+        ),
+        (
+            options.configurations and rest,
+            f"--configurations: --tune takes one of each engine; leave out {' '.join(rest)}",
+        ),
+    )
     return replace(
         plan,
         configurations=tuple(one.name for one in known if one.name in chosen.values()),
@@ -191,7 +210,8 @@ def compare(
     except MeasurementError as error:
         print_line(f"    {error}")
         problem = f"{one.name}: the best setting so far failed; its output is in {place}"
-        refuse((error.side in (None, first), problem))
+        if error.side in (None, first):
+            raise UserError(problem) from error
         rest = {name: knobs for name, knobs in candidates.items() if name != error.side}
         return compare(one, plan, rest, blocks, folder)
     [group] = measured(asked, place)
@@ -235,11 +255,15 @@ def knobs_for(run: Run) -> dict[str, Values]:
         "HOROVOD_NUM_NCCL_STREAMS": ["2"] if by_nccl else [],
         "HOROVOD_CACHE_CAPACITY": ["0", "4096"],
     }
-    knobs = {"MPI-allreduce": {
-        name: Knobs({}, dict(zip(MPI_VARIABLES, ("1", ALGORITHMS[name], str(MIB)), strict=True)))
-        for name in algorithms
-        if by_mpi
-    }}  # fmt: skip
+    knobs = {
+        "MPI-allreduce": {
+            name: Knobs(
+                {}, dict(zip(MPI_VARIABLES, ("1", ALGORITHMS[name], str(MIB)), strict=True))
+            )
+            for name in algorithms
+            if by_mpi
+        }
+    }
     knobs |= {name: {v: Knobs({}, {name: v}) for v in tried} for name, tried in variables.items()}
     return {name: values for name, values in (knobs | settings).items() if values}
 

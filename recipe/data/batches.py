@@ -36,7 +36,7 @@ from recipe.data.images import (
 )
 from recipe.data.shards import Shards, open_images
 from recipe.device import keep_freed_memory
-from recipe.errors import BadImage, UserError, memory_limit, refuse
+from recipe.errors import BadImage, UserError, memory_limit
 from recipe.settings.config import Config
 from recipe.world import World
 
@@ -309,13 +309,13 @@ class Images(Dataset):
 def check_replaced(listing: Listing, replaced: Collection[int]) -> None:
     """Raise UserError if more images of `listing` were replaced than --bad-images allows."""
     most = max(MOST_REPLACED, len(listing) // ONE_REPLACED_IN)
-    refuse((
-        len(replaced) > most,
-        f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
-        f"and {most:,} are allowed; metrics.jsonl in the run folder lists them. Find all with "
-        f"python -m recipe.data.prepare check {shlex.quote(str(listing.root))}, and replace them "
-        "by good copies.",
-    ))  # fmt: skip
+    if len(replaced) > most:
+        raise UserError(
+            f"--bad-images replace: {len(replaced):,} of {len(listing):,} training images are bad, "
+            f"and {most:,} are allowed; metrics.jsonl in the run folder lists them. Find all with "
+            f"python -m recipe.data.prepare check {shlex.quote(str(listing.root))}, and replace "
+            "them by good copies."
+        )
 
 
 def _noted(reads: Iterable[Read], suspects: SuspectImages, meter: InputMeter) -> Iterator[Batch]:

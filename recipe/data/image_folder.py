@@ -167,14 +167,18 @@ def check_train_and_val(train: Listing, val: Listing) -> None:
     more than one (else there is nothing to learn)."""
     in_one = sorted(set(train.classes) ^ set(val.classes))
     refuse(
-        (train.classes != val.classes,
-         f"{val.root} has other classes ({len(val.classes):,}) than {train.root} "
-         f"({len(train.classes):,}). Only in one of them: {first_few(in_one)}. "
-         "Both folders must hold class folders of the same names: remove or add what differs."),
-        (len(train.classes) < 2,
-         f"{train.root}: holds a single class, {train.classes[0]}, so every prediction would be "
-         "right. Add a folder for each other class; or are they inside this one?"),
-    )  # fmt: skip
+        (
+            train.classes != val.classes,
+            f"{val.root} has other classes ({len(val.classes):,}) than {train.root} "
+            f"({len(train.classes):,}). Only in one of them: {first_few(in_one)}. "
+            "Both folders must hold class folders of the same names: remove or add what differs.",
+        ),
+        (
+            len(train.classes) < 2,
+            f"{train.root}: holds a single class, {train.classes[0]}, so every prediction would be "
+            "right. Add a folder for each other class; or are they inside this one?",
+        ),
+    )
 
 
 @contextmanager
@@ -230,12 +234,12 @@ def _scan(root: Path, classes: list[bytes]) -> tuple[dict[str, Any], bool]:
     left_out = kinds and f"left out: {others.total():,} file(s) without a known suffix ({kinds})"
     counts = [len(class_paths) for class_paths in paths]
     empty = [os.fsdecode(classes[label]) for label, count in enumerate(counts) if not count]
-    refuse((
-        empty,
-        f"{root}: {len(empty):,} of its classes without images: {first_few(empty)}. "
-        "Add their images (.jpg, .png and other usual suffixes), or remove the folders in both "
-        f"train and val. {left_out.capitalize()}".strip(),
-    ))  # fmt: skip
+    if empty:
+        raise UserError(
+            f"{root}: {len(empty):,} of its classes without images: {first_few(empty)}. "
+            "Add their images (.jpg, .png and other usual suffixes), or remove the folders in both "
+            f"train and val. {left_out.capitalize()}".strip()
+        )
     newest_ns = max(max(it.st_mtime_ns, it.st_ctime_ns) for it in folders.values())
     is_settled = newest_ns <= started_ns - YOUNGEST_TRUSTED_NS
     shows_changes = is_settled and _times_show_changes({it.st_dev for it in folders.values()})
@@ -342,8 +346,11 @@ def _state(status: os.stat_result) -> bytes:
     """Return what tells a folder from another one, and from itself before a change. Copies and
     archives set the time of modification as they like, but not the one of the change, ctime."""
     return b"%d %d %d %d" % (
-        _device(status), status.st_ino, status.st_mtime_ns, status.st_ctime_ns,
-    )  # fmt: skip
+        _device(status),
+        status.st_ino,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+    )
 
 
 def _device(status: os.stat_result) -> int:
@@ -419,21 +426,29 @@ def refuse_other_layouts(root: Path, folders: list[str], files: list[str]) -> No
         sorting += " --labels LOC_val_solution.csv (Kaggle's file, or ILSVRC2012_devkit_t12.tar.gz)"
     is_tiny = TINY_IMAGES in folders and TINY_LABELS in files
     refuse(
-        (is_flat,
-         f"{root}: holds images of ImageNet without class folders, as archives have them. Sort "
-         f"them with: {sorting}"),
-        (is_tiny,
-         f"{root}: is Tiny ImageNet's validation set, without class folders. Sort it with: "
-         f"python -m recipe.data.prepare sort-val {shlex.quote(str(root))} "
-         f"--labels {shlex.quote(str(root / TINY_LABELS))}"),
-        ("train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders),
-         f"{root}: holds {' and '.join(sorted(folders))}, not class folders. "
-         f"Name it with --data {root}, or its parts with --train-dir and --val-dir."),
-        (not folders and not is_flat,
-         f"{root}: holds no class folders. Each class needs a folder with its images: "
-         f"{root / 'CLASS' / 'image.jpg'}. Unpack archives first, ImageNet's own with "
-         "python -m recipe.data.prepare unpack."),
-    )  # fmt: skip
+        (
+            is_flat,
+            f"{root}: holds images of ImageNet without class folders, as archives have them. Sort "
+            f"them with: {sorting}",
+        ),
+        (
+            is_tiny,
+            f"{root}: is Tiny ImageNet's validation set, without class folders. Sort it with: "
+            f"python -m recipe.data.prepare sort-val {shlex.quote(str(root))} "
+            f"--labels {shlex.quote(str(root / TINY_LABELS))}",
+        ),
+        (
+            "train" in folders and len(folders) > 1 and SPLIT_NAMES.issuperset(folders),
+            f"{root}: holds {' and '.join(sorted(folders))}, not class folders. "
+            f"Name it with --data {root}, or its parts with --train-dir and --val-dir.",
+        ),
+        (
+            not folders and not is_flat,
+            f"{root}: holds no class folders. Each class needs a folder with its images: "
+            f"{root / 'CLASS' / 'image.jpg'}. Unpack archives first, ImageNet's own with "
+            "python -m recipe.data.prepare unpack.",
+        ),
+    )
 
 
 def missing_folder(root: Path) -> str:

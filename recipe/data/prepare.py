@@ -47,7 +47,7 @@ from recipe.data.image_folder import (
     read_arrays,
 )
 from recipe.data.shards import INDEX, INDEX_VERSION, Shards, open_images, open_shards
-from recipe.errors import BadImage, UserError, refuse, system_errors
+from recipe.errors import BadImage, UserError, system_errors
 from recipe.files import whole_file, write_json
 from recipe.settings.config import home_path
 from recipe.settings.flags import DataFlags
@@ -91,11 +91,11 @@ def unpack(archives: Positional[Path], out: Positional[Path]) -> list[str]:
     from torchvision.datasets.imagenet import ARCHIVE_META  # here: it loads torch, which is slow
 
     files = {part: (archives / ARCHIVE_META[part][0]).absolute() for part in ARCHIVES}
-    refuse((
-        missing := [str(file) for file in files.values() if not file.is_file()],
-        f"{', '.join(missing)}: not there. Name the folder with image-net.org's archives. For "
-        "Kaggle's files and for unpacked images see docs/data.md.",
-    ))  # fmt: skip
+    if missing := [str(file) for file in files.values() if not file.is_file()]:
+        raise UserError(
+            f"{', '.join(missing)}: not there. Name the folder with image-net.org's archives. For "
+            "Kaggle's files and for unpacked images see docs/data.md."
+        )
     unfinished = out / UNFINISHED
     with system_errors(out, *UNWRITABLE):
         out.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,8 @@ def sort_val(val_dir: Positional[Path], labels: Path | None = None) -> list[str]
     )
     for wrong, message in mistakes:
         names = f"{first_few(sorted(wrong))} ({len(wrong):,} in all)"
-        refuse((wrong, f"{val_dir}: images {message.format(names, dir=val_dir)}"))
+        if wrong:
+            raise UserError(f"{val_dir}: images {message.format(names, dir=val_dir)}")
     with system_errors(val_dir, *UNWRITABLE):
         for image, path in sorted(flat.items()):  # by renaming: no image is ever half moved
             (val_dir / class_of[image]).mkdir(exist_ok=True)
@@ -243,7 +244,8 @@ def make_shards(
         cache_dir: Folder in which the listing of the images is cached.
         images_per_shard: Images in each shard but the last one of train and of val.
     """
-    refuse((images_per_shard < 1, f"--images-per-shard {images_per_shard}: must be at least 1"))
+    if images_per_shard < 1:
+        raise UserError(f"--images-per-shard {images_per_shard}: must be at least 1")
     cache = Path(home_path("--cache-dir", cache_dir))
     listings = {part: list_images(folder / part, cache) for part in ("train", "val")}
     check_train_and_val(listings["train"], listings["val"])
@@ -284,11 +286,11 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
         with whole_file(work / INDEX) as file:
             np.savez(file, **index)
         earlier = index
-    refuse((
-        not all(np.array_equal(earlier[name], value) for name, value in index.items()),
-        f"{folder}: holds shards of other images than the image folder has now, or with another "
-        "--images-per-shard. Choose another folder for the shards, or remove this one.",
-    ))  # fmt: skip
+    if not all(np.array_equal(earlier[name], value) for name, value in index.items()):
+        raise UserError(
+            f"{folder}: holds shards of other images than the image folder has now, or with "
+            "another --images-per-shard. Choose another folder for the shards, or remove this one."
+        )
     if not (folder / INDEX).is_file():
         notes = []
         bar = tqdm(names, folder.name, unit="shard", disable=None)

@@ -28,7 +28,7 @@ from recipe.data.image_folder import (
     read_arrays,
     read_patiently,
 )
-from recipe.errors import BadImage, UserError, refuse, system_errors
+from recipe.errors import BadImage, UserError, system_errors
 
 INDEX = "index.npz"
 # Raise this when an index would be written or read differently.
@@ -100,11 +100,11 @@ def open_images(folder: Path, cache: Path) -> Listing:
     if it holds neither, or unfinished shards."""
     if (folder / INDEX).is_file():
         return open_shards(folder)
-    refuse((
-        (folder / UNFINISHED).is_dir(),
-        f"{folder}: holds unfinished shards. Run the same "
-        "python -m recipe.data.prepare shards command again: it resumes where it stopped.",
-    ))  # fmt: skip
+    if (folder / UNFINISHED).is_dir():
+        raise UserError(
+            f"{folder}: holds unfinished shards. Run the same "
+            "python -m recipe.data.prepare shards command again: it resumes where it stopped."
+        )
     return list_images(folder, cache)
 
 
@@ -151,9 +151,9 @@ def open_shards(folder: Path) -> Shards:
     with system_errors(folder, *UNREADABLE):
         sizes_here = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
     sizes = zip(shards.shards, shards.shard_bytes.tolist(), strict=True)
-    refuse((
-        wrong := [name for name, size in sizes if sizes_here.get(name) != size],
-        f"{folder}: {len(wrong):,} of its {len(shards.shards):,} shards are missing, or do not "
-        f"have the size that {INDEX} gives: {first_few(wrong)}. Copy them again.",
-    ))  # fmt: skip
+    if wrong := [name for name, size in sizes if sizes_here.get(name) != size]:
+        raise UserError(
+            f"{folder}: {len(wrong):,} of its {len(shards.shards):,} shards are missing, or do not "
+            f"have the size that {INDEX} gives: {first_few(wrong)}. Copy them again."
+        )
     return shards

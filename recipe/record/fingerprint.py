@@ -28,7 +28,7 @@ from torch import nn
 from recipe.data.batches import Data, data_order_sha256
 from recipe.data.image_folder import Listing
 from recipe.device import core_ranges, cpu_quota_cores
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.files import read_proc
 from recipe.ranks import Ranks
 from recipe.record.energy import gpu_clocks_mhz
@@ -183,12 +183,12 @@ def check_same_training(facts: dict[str, str], device: torch.device, ranks: Rank
     if len(set(digests)) > 1:
         raise UserError(differences(ranks.gather(facts), hosts))
     second = next((rank for rank, one in enumerate(gpus) if one and one in gpus[:rank]), 0)
-    refuse((
-        second,
-        f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
-        "start at most as many ranks on a host as it has GPUs, give each rank its own GPU "
-        "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU",
-    ))  # fmt: skip
+    if second:
+        raise UserError(
+            f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
+            "start at most as many ranks on a host as it has GPUs, give each rank its own GPU "
+            "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU"
+        )
 
 
 def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:

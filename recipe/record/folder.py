@@ -56,11 +56,13 @@ def _claim(config: Config, world: World, engine: str) -> Path:
     folder = Path(config.log_dir, config.name or default)
     checkpoints = folder / "checkpoints"
     has_weights = config.weights or config.pretrained or any(checkpoints.glob("step-*.pt"))
-    refuse((
-        config.evaluate and config.resume == "auto" and not has_weights,  # a random network
-        f"--evaluate --resume auto: there is no checkpoint in {checkpoints}; check --name and "
-        "--log-dir",
-    ))  # fmt: skip
+    refuse(
+        (
+            config.evaluate and config.resume == "auto" and not has_weights,  # a random network
+            f"--evaluate --resume auto: there is no checkpoint in {checkpoints}; check --name and "
+            "--log-dir",
+        )
+    )
     if config.evaluate and (folder / "metrics.jsonl").exists():
         return folder
     with one_sentence(folder):

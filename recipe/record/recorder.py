@@ -28,7 +28,7 @@ import numpy as np
 
 from recipe.data.batches import Data, samples_per_step
 from recipe.data.image_folder import Listing
-from recipe.errors import OWN_RANK, refuse
+from recipe.errors import OWN_RANK, UserError
 from recipe.files import replace_file, write_json
 from recipe.record.console import Console
 from recipe.record.folder import (
@@ -215,11 +215,11 @@ class Recorder:
             self.file.write(json.dumps({"kind": kind, **vars(line)}, allow_nan=False) + "\n")
             path, opened = self.file.name, os.fstat(self.file.fileno())
             is_there = os.path.exists(path) and os.path.samestat(os.stat(path), opened)
-        refuse((
-            not is_there,
-            f"{path}: was removed or moved while the run wrote it, so further lines would be lost; "
-            "restore its folder, and resume from its last checkpoint with --resume auto",
-        ))  # fmt: skip
+        if not is_there:
+            raise UserError(
+                f"{path}: was removed or moved while the run wrote it, so further lines would be "
+                "lost; restore its folder, and resume from its last checkpoint with --resume auto"
+            )
 
     def event(self, name: str, **others: Any) -> None:
         """Record an event; `others` are further fields of EventLine."""
@@ -306,7 +306,7 @@ class Recorder:
             self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
 
     def _figures_line(self, epoch: int, name: str, figures: Figures) -> str:
-        place = f"epoch {epoch + 1:>3}/{self.config.epochs}  " * (not self.config.evaluate)
+        place = "" if self.config.evaluate else f"epoch {epoch + 1:>3}/{self.config.epochs}  "
         return (
             f"{place}{name:<5}  loss {figures['loss']:.4f}  "
             f"top-1 {figures['top1']:6.2f} %  top-5 {figures['top5']:6.2f} %"

@@ -16,7 +16,7 @@ import torch
 from msgspec import convert
 
 from recipe.data.batches import Data
-from recipe.errors import OWN_RANK, UserError, refuse
+from recipe.errors import OWN_RANK, UserError
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     FORMAT,
@@ -141,11 +141,11 @@ def go_back(
     if world.is_first:
         files = reversed(checkpoints_in(run_folder / "checkpoints"))
         path = next((one for one in files if step_in_name(one) < diverged_at - 1), None)
-        refuse((
-            path is None,
-            f"the loss of step {diverged_at} is not finite, and no checkpoint from before it is "
-            "left (--rollback); lower --base-lr, or set --clip-grad-norm",
-        ))  # fmt: skip
+        if path is None:
+            raise UserError(
+                f"the loss of step {diverged_at} is not finite, and no checkpoint from before it "
+                "is left (--rollback); lower --base-lr, or set --clip-grad-norm"
+            )
     contents = load_on_all_ranks(path, ranks)
     progress = restore(contents, parts, config, world, data, str(path))
     if world.is_first:
@@ -165,11 +165,11 @@ def take_over(run_folder: Path, config: Config, progress: Progress) -> None:
         and Path(config.resume).resolve().is_relative_to(run_folder.resolve())
     )
     with one_sentence(run_folder):
-        refuse((
-            (metrics.exists() or checkpoints_in(checkpoints)) and not goes_on_here,
-            f"{run_folder}: already holds a run; choose another --name, or resume it with "
-            "--resume auto",
-        ))  # fmt: skip
+        if (metrics.exists() or checkpoints_in(checkpoints)) and not goes_on_here:
+            raise UserError(
+                f"{run_folder}: already holds a run; choose another --name, or resume it with "
+                "--resume auto"
+            )
         if not config.evaluate:
             set_aside(run_folder, progress.step)
 
@@ -311,18 +311,19 @@ def restore(
     of wrappers, so they fit either engine. UserError if it does not fit this run, or holds what no
     training writes."""
     try:
-        refuse((
-            not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT,
-            f"--resume {name}: is not a checkpoint of this project; to start from its weights use "
-            "--weights",
-        ))  # fmt: skip
+        if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+            raise UserError(
+                f"--resume {name}: is not a checkpoint of this project; to start from its weights "
+                "use --weights"
+            )
         for misfit, words in _misfits(checkpoint, config, world, data):
-            refuse((misfit, f"--resume {name}: {words}"))
-        refuse((
-            bad := not_finite(checkpoint),
-            f"--resume {name}: {bad} is not finite, since the training that wrote it had "
-            "diverged; resume from an earlier file with --resume FILE",
-        ))  # fmt: skip
+            if misfit:
+                raise UserError(f"--resume {name}: {words}")
+        if bad := not_finite(checkpoint):
+            raise UserError(
+                f"--resume {name}: {bad} is not finite, since the training that wrote it had "
+                "diverged; resume from an earlier file with --resume FILE"
+            )
         load_state(parts.model, checkpoint["model"], f"--resume {name}")
         if parts.ema is not None:
             load_state(parts.ema, checkpoint["ema"], f"--resume {name}")

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from recipe.errors import UserError, near_match, refuse
+from recipe.errors import UserError, near_match
 from recipe.settings.flags import FLAGS, knob_types
 from recipe.world import LAUNCHERS
 
@@ -159,10 +159,12 @@ def read_knobs(path: Path) -> dict[str, Knobs]:
             given = {name: v for name in names if (v := getattr(table, name)) is not None}
             place = f"--knobs {path}: {engine}"
             for name, value in given.items():
-                if bound := FLAGS[name].bound:
-                    refuse((not bound.holds(value), f"{place}.{name} = {value!r}: {bound.advice}"))
+                bound = FLAGS[name].bound
+                if bound is not None and not bound.holds(value):
+                    raise UserError(f"{place}.{name} = {value!r}: {bound.advice}")
             for name in table.environment:
-                refuse((reason := refusal(engine, name), f"{place}.environment.{name}: {reason}"))
+                if reason := refusal(engine, name):
+                    raise UserError(f"{place}.environment.{name}: {reason}")
             knobs[engine] = Knobs(given, table.environment)
     return knobs
 

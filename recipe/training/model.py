@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.settings.config import Config, is_resnet
 from recipe.training.optimizers import optimizer_class_and_arguments
 from recipe.training.state import LossScaler, make_half
@@ -42,19 +42,19 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     check_arch(config.arch)
     published = None
     if config.pretrained:
-        refuse((
-            config.arch == RESNET10,
-            f"--pretrained: torchvision has no weights of --arch {RESNET10}; choose another "
-            "network, or give a file with --weights",
-        ))  # fmt: skip
+        if config.arch == RESNET10:
+            raise UserError(
+                f"--pretrained: torchvision has no weights of --arch {RESNET10}; choose another "
+                "network, or give a file with --weights"
+            )
         published = torchvision.models.get_model_weights(config.arch).DEFAULT
         count = len(published.meta["categories"])
-        refuse((
-            count != num_classes,
-            f"--pretrained: {config.arch}'s published weights are for {count} classes, and the "
-            f"data has {num_classes}; train from scratch, or give their file with --weights and "
-            "add --new-head",
-        ))  # fmt: skip
+        if count != num_classes:
+            raise UserError(
+                f"--pretrained: {config.arch}'s published weights are for {count} classes, and the "
+                f"data has {num_classes}; train from scratch, or give their file with --weights "
+                "and add --new-head"
+            )
     torch.manual_seed(config.seed)
     try:
         model = _new_network(config, num_classes)
@@ -136,11 +136,11 @@ def blur_before_strides(model: nn.Module, config: Config) -> None:
     FFCV's ImageNet training does; UserError if there is none. The weights keep their names."""
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     strided = [conv for conv in convolutions if max(conv.stride) > 1 and conv.in_channels >= 16]
-    refuse((
-        not strided,
-        f"--blur-pool: --arch {config.arch} has no convolution with a stride and at least 16 "
-        "channels; leave it out",
-    ))  # fmt: skip
+    if not strided:
+        raise UserError(
+            f"--blur-pool: --arch {config.arch} has no convolution with a stride and at least 16 "
+            "channels; leave it out"
+        )
     for convolution in strided:
         convolution.register_forward_pre_hook(_blurred)
 
@@ -249,11 +249,11 @@ def _settings(config: Config) -> dict[str, Any]:
         is_fixed_in_size = bool(published and published.fixed_input_size)
     if not is_fixed_in_size:
         return {}
-    refuse((
-        size != config.val_crop_size or config.first_crop_size not in (None, size),
-        f"--arch {config.arch}: works for one image size only; give --train-crop-size {size} "
-        f"and --val-crop-size {config.val_crop_size} the same value, and no --first-crop-size",
-    ))  # fmt: skip
+    if size != config.val_crop_size or config.first_crop_size not in (None, size):
+        raise UserError(
+            f"--arch {config.arch}: works for one image size only; give --train-crop-size {size} "
+            f"and --val-crop-size {config.val_crop_size} the same value, and no --first-crop-size"
+        )
     if config.arch.startswith("timm:"):
         return {"img_size": size}
     return {"image_size": size} if config.arch.startswith("vit_") else {"input_size": (size, size)}
@@ -265,10 +265,10 @@ def last_layer(model: nn.Module, config: Config, num_classes: int) -> set[str]:
     with torch.device("meta"):
         other = _new_network(config, num_classes + 1).state_dict()
     names = {name for name, w in model.state_dict().items() if w.shape != other[name].shape}
-    refuse((
-        not names,
-        f"--new-head: no layer of --arch {config.arch} has a row for each class; leave it out",
-    ))  # fmt: skip
+    if not names:
+        raise UserError(
+            f"--new-head: no layer of --arch {config.arch} has a row for each class; leave it out"
+        )
     return names
 
 
@@ -394,15 +394,11 @@ def split_resnet(model: Any, config: Config, ranks: int) -> list[nn.Sequential]:
     """Split a ResNet into one piece per rank; each piece takes the output of the one before it. All
     have about the same number of residual blocks, which cost about the same. UserError for other
     networks, and if there are more ranks than blocks."""
-    refuse((
-        not is_resnet(config.arch),
-        f"--arch {config.arch}: this script can split only a ResNet; choose one",
-    ))  # fmt: skip
+    if not is_resnet(config.arch):
+        raise UserError(f"--arch {config.arch}: this script can split only a ResNet; choose one")
     blocks = [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
-    refuse((
-        ranks > len(blocks),
-        f"{ranks} ranks: the network has {len(blocks)} blocks; start fewer",
-    ))  # fmt: skip
+    if ranks > len(blocks):
+        raise UserError(f"{ranks} ranks: the network has {len(blocks)} blocks; start fewer")
     ends = [len(blocks) * rank // ranks for rank in range(ranks + 1)]
     pieces = [blocks[begin:end] for begin, end in itertools.pairwise(ends)]
     pieces[0] = [model.conv1, model.bn1, model.relu, model.maxpool, *pieces[0]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.settings.config import Config
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -74,7 +74,8 @@ def apex_optimizers(config: Config, device: torch.device) -> Any:
     flag = f"--optimizer {config.optimizer}"
     instead = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[config.optimizer]
     on_cpu = f"{flag}: has kernels for GPUs only, and this run is on the CPU; use {instead}"
-    refuse((device.type != "cuda", on_cpu))
+    if device.type != "cuda":
+        raise UserError(on_cpu)
     try:
         from apex import optimizers
     except Exception as error:  # another package of that name may raise anything

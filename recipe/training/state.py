@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from recipe.errors import refuse
+from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 
@@ -170,11 +170,11 @@ class LossScaler(torch.amp.GradScaler):
         if not sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
             return optimizer.step(*args, **kwargs)
         self.skipped_steps += 1
-        refuse((
-            self.fixed is None and self.get_scale() <= LEAST_SCALE,
-            f"gradients overflow even at a loss scale of {self.get_scale():.2g}: training has "
-            "diverged; lower --base-lr, lengthen --warmup-epochs or use --precision bf16",
-        ))  # fmt: skip
+        if self.fixed is None and self.get_scale() <= LEAST_SCALE:
+            raise UserError(
+                f"gradients overflow even at a loss scale of {self.get_scale():.2g}: training has "
+                "diverged; lower --base-lr, lengthen --warmup-epochs or use --precision bf16"
+            )
         return None
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -78,9 +78,13 @@ class Slurm:
         log = self.folder / f"{Path(command[0]).name}-{host.name}.out"
         with log.open("wb") as out:
             daemon = subprocess.Popen(
-                [*inside, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                env=os.environ | self.variables, start_new_session=True,
-            )  # fmt: skip
+                [*inside, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=os.environ | self.variables,
+                start_new_session=True,
+            )
         self.daemons.append(daemon)
 
     def end(self) -> None:
@@ -117,10 +121,16 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[Slurm]:
     configuration = str(folder / "slurm.conf")
     try:
         cluster.start(
-            hosts[0], "munged", "--foreground", "--force", f"--key-file={folder}/munge.key",
-            f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid",
-            f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed",
-        )  # fmt: skip
+            hosts[0],
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={folder}/munge.key",
+            f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munged.seed",
+        )
         wait_for(lambda: (folder / "munge.socket").exists(), cluster)
         cluster.start(hosts[0], "slurmctld", "-D", "-f", configuration)
         for host in hosts:

@@ -75,9 +75,12 @@ def weights(folder: Path, rank_hosts: list[str]) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("line", STARTS)
 def test_two_hosts_train_what_one_does(
-    line: str, two_hosts: list[Host], one_host_weights: dict[str, str], hostfile: Path,
+    line: str,
+    two_hosts: list[Host],
+    one_host_weights: dict[str, str],
+    hostfile: Path,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     command = line.replace("HOSTFILE", str(hostfile)).split()
     command += f"{TRAINING} --log-dir {tmp_path} --name run".split()
     two_hosts[0].run(command, **ENVIRONMENT).checked()
@@ -96,9 +99,11 @@ def test_torchrun_on_each_host(
         f"ddp_train/train.py {TRAINING} --log-dir {tmp_path} --name torchrun"
     ).split()
     away = subprocess.Popen(
-        two_hosts[1].inside(*line), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        two_hosts[1].inside(*line),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "PATH": SEARCH_PATH},
-    )  # fmt: skip
+    )
     try:
         two_hosts[0].run(line).checked()
         assert away.wait(GUARD_S) == 0
@@ -113,11 +118,26 @@ def test_a_comparison_over_two_hosts(two_hosts: list[Host], hostfile: Path, tmp_
     """From one place, each engine by its launchers."""
     names = ("ddp-torchrun", "ddp-mpirun", "horovod-mpi", "horovod-gloo", "horovod-mpirun")
     command = [
-        "python", "compare/run.py", "--hostfile", str(hostfile), "--network-interface", "eth0",
-        "--configurations", *names, "--workers", "4", "--measure", "runs",
-        "--blocks", "1", "--no-warm-up", "--out", str(tmp_path / "comparison"),
-        "--", *TRAINING.split(),
-    ]  # fmt: skip
+        "python",
+        "compare/run.py",
+        "--hostfile",
+        str(hostfile),
+        "--network-interface",
+        "eth0",
+        "--configurations",
+        *names,
+        "--workers",
+        "4",
+        "--measure",
+        "runs",
+        "--blocks",
+        "1",
+        "--no-warm-up",
+        "--out",
+        str(tmp_path / "comparison"),
+        "--",
+        *TRAINING.split(),
+    ]
     two_hosts[0].run(command, **ENVIRONMENT).checked()
     assert left_behind(two_hosts) == []
     runs = sorted((tmp_path / "comparison/block-1").iterdir())

@@ -219,11 +219,31 @@ def test_a_comparison_in_a_job(cluster: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "comparison"
     training = SMALL.replace("--max-steps 70", "--max-steps 20")
     command = [
-        "sbatch", "--parsable", "--wait", "--ntasks-per-node", "2",
-        "--gpus-per-node", "2", "--output", f"{tmp_path}/job.log", "slurm/compare.sbatch",
-        "--out", str(folder), "--workers", "4", "--measure", "runs", "--blocks", "1",
-        "--no-warm-up", "--configurations", "ddp-srun", "horovod-srun", "--", *training.split(),
-    ]  # fmt: skip
+        "sbatch",
+        "--parsable",
+        "--wait",
+        "--ntasks-per-node",
+        "2",
+        "--gpus-per-node",
+        "2",
+        "--output",
+        f"{tmp_path}/job.log",
+        "slurm/compare.sbatch",
+        "--out",
+        str(folder),
+        "--workers",
+        "4",
+        "--measure",
+        "runs",
+        "--blocks",
+        "1",
+        "--no-warm-up",
+        "--configurations",
+        "ddp-srun",
+        "horovod-srun",
+        "--",
+        *training.split(),
+    ]
     finished = cluster.run(command, **ENVIRONMENT)
     log = (tmp_path / "job.log").read_text()
     assert finished.returncode == 0, (finished.output, log)

@@ -674,7 +674,10 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
 
     return [
         {
-            "scenario": scenario, "engine": engine, "launcher": launcher, "trials": len(group),
+            "scenario": scenario,
+            "engine": engine,
+            "launcher": launcher,
+            "trials": len(group),
             "survived": sum(not one.problem for one in group),
             "median seconds to end": of(one.seconds_to_end for one in group),
             "median seconds to recover": of(recoveries(group)),
@@ -683,7 +686,7 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
             "effective share": of((one.effective_share for one in group), digits=2),
         }
         for (scenario, engine, launcher), group in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def markdown(results: Sequence[Result]) -> str:
