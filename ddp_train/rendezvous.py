@@ -19,7 +19,6 @@ from recipe.meeting import (
     call_roll,
     keep_gloo_off_loopback,
     launcher_values,
-    lower_debug_level,
     meeting_by_environment,
     prepare_gloo,
     server_address,
@@ -50,7 +49,6 @@ def meeting_point(
     `timeout` is how long a rank waits for another one, which may need long to load torch from a
     shared file system, or to list its data."""
     prepare_gloo(world)
-    lower_debug_level(world)
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.size == 1 or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), **arguments}

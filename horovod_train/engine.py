@@ -29,7 +29,7 @@ POLL_SECONDS = 0.0002  # an exchange takes a hundred times as long
 def prepare(config: Config, world: World) -> None:
     """Set the variables that `hvd.init()` reads. UserError if the launcher, or this build of
     Horovod, lacks the requested transport."""
-    watch.begin("meeting the other ranks", lambda: waits_for(world, None) if world.is_first else "")
+    watch.begin("meeting the other ranks", lambda: waits_for(world, None))
     prepare_mpi(world)
     if config.profile_steps:
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # else hvd.start_timeline fails

@@ -78,7 +78,10 @@ LIMITS = (
      resource.RLIMIT_NPROC,
      "processes and threads of this user (ulimit -u)", "30, plus 6 for each of its loader workers"),
 )  # fmt: skip
-OF_MEMORY = "out of memory|[Cc]an(not|'t) allocate memory|Unable to allocate|nsufficient memory"
+OF_MEMORY = (
+    "out of memory|[Cc]an(not|'t) allocate memory|Unable to allocate|nsufficient memory|"
+    "STATUS_ALLOC_FAILED"
+)
 OF_CONTAINER = "of this container or job (its control group's {})"
 
 
@@ -120,8 +123,9 @@ def system_errors(
         yield
     except OSError as error:
         is_limit = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+        is_own_limit = is_limit and error.errno != errno.ENFILE  # that is the whole system's
         raise (UserError if is_limit else kind)(
-            (is_limit and limit_reached(error))
+            (is_own_limit and limit_reached(error))
             or f"{os.fsdecode(error.filename or path)}: {failure} ({error.strerror or error}). "
             f"{remedy}"
         ) from error
@@ -168,13 +172,14 @@ def limit_reached(error: BaseException) -> str:
 
 
 def _out_of_memory(text: str) -> str:
-    on_gpu = re.search(r"CUDA out of memory\..*? is free\.|.*C(UDA|uda).*out of memory", text)
+    on_gpu = re.search(r"CUDA out of memory\..*? is free\.|.*C(UDA|uda|UBLAS|UDNN).*", text)
     of_torch = re.search(r"you tried to allocate \d+ bytes", text)
     words = of_torch[0] if of_torch else (text.strip().splitlines() or ["MemoryError"])[-1]
     where = on_gpu[0] if on_gpu else f"{words}: the limit here is {memory_limit()}"
+    more = "" if on_gpu else ", or give the job more memory"
     return (
         f"memory ran out: {where.removesuffix('.')}; give a smaller --batch-size, with more "
-        "--batches-per-allreduce if the global batch is to stay, or give the job more memory"
+        f"--batches-per-allreduce if the global batch is to stay{more}"
     )
 
 
@@ -302,6 +307,8 @@ def one_message(world: World) -> Iterator[None]:
             with suppress(Exception):  # if it fails, the last checkpoint counts
                 if keep_state:
                     keep_state()
+            if OWN_RANK in os.environ and marks.has_made_step and world.local_size < world.size:
+                leave(EXIT_LOST_PEER)  # the lost rank's watcher may be lost with its host
             _wait(LOST_PEER_DELAY_S)
         message = f"error: {reason}" if reason else traceback.format_exc()
         fail(world, message, EXIT_LOST_PEER if is_lost else 1)

@@ -35,6 +35,7 @@ def prepare_gloo(world: World) -> None:
     chosen for NCCL, beside which Gloo carries tensors in the CPU's memory; or, if all ranks are on
     one host, the loopback, since no other host needs its ports."""
     watch.begin("meeting the other ranks", lambda: waits_for(world, awaited))
+    _lower_debug_level(world)
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface not in psutil.net_if_addrs():  # such as a list of prefixes
         interface = "lo" if world.local_size == world.size else ""
@@ -55,12 +56,16 @@ def launcher_values(world: World, *names: str) -> list[str]:
     return [os.environ[name] for name in names]
 
 
-def lower_debug_level(world: World) -> None:
+def _lower_debug_level(world: World) -> None:
     """Lower TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch 2.14 crashes in Gloo's collectives."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         dist.set_debug_level(dist.DebugLevel.INFO)
         if world.is_first:
-            print("warning: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes over Gloo; INFO is used instead")
+            print(
+                "warning: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes over Gloo, which also runs beside "
+                "NCCL; INFO is used instead",
+                flush=True,
+            )
 
 
 def refuse_unknown_interfaces(variable: str) -> None:
@@ -178,7 +183,6 @@ def process_group(config: Config, world: World) -> Iterator[None]:
     """Join the ranks of `world`, which torchrun has started, in torch's process group. After an
     error it is not destroyed (no `finally`): that could wait for ranks that wait for this one."""
     prepare_gloo(world)
-    lower_debug_level(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
     dist.init_process_group(**meeting_by_environment(world, timeout))
     yield

@@ -59,6 +59,8 @@ class RankForker:
         """Fork a rank. Return True in the rank, which is to train with the current environment and
         ends with this process; False in this process. If this process cannot fork, it says so, and
         is to train itself: True."""
+        self.starts = 1 if marks.has_made_step else self.starts + 1
+        marks.clear()
         until = time.monotonic() + ENDED_S
         while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -71,8 +73,6 @@ class RankForker:
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         parent = os.getpid()
-        self.starts = 1 if marks.has_made_step else self.starts + 1
-        marks.clear()
         self.rank, self.exit_code = os.fork(), None
         if self.rank == 0:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -103,11 +103,11 @@ class RankForker:
         return self.exit_code
 
     def end(self) -> int:
-        """Ask the rank to end, and give it NOTICE_S and the time of two batches; FINISH_S more as
-        long as it writes, or is about to end by itself. Then kill it, and any loader workers that
-        it left. Return its exit code."""
+        """Ask the rank to end, and give it NOTICE_S and the time of two batches (FINISH_S at most:
+        one may have compiled the network); FINISH_S more as long as it writes, or is about to end
+        by itself. Then kill it, and any loader workers that it left. Return its exit code."""
         marks.is_asked = self.exit_code is None
-        until = time.monotonic() + NOTICE_S + 2 * marks.batch_s
+        until = time.monotonic() + NOTICE_S + min(2 * marks.batch_s, FINISH_S)
         while self.wait(POLL_S) is None:
             is_busy = marks.is_writing or marks.is_leaving or marks.is_complete
             if time.monotonic() > until + FINISH_S * is_busy:

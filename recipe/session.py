@@ -432,16 +432,15 @@ class Session:
         measurements. One that was asked to stop gets none, since it can be resumed.
         """
         finish_checkpoint()
+        marks.is_complete = True  # all is on disk: whatever happens now, no rank is replaced
         errors.keep_state = None  # it refers to this session, and loader workers end with that
         model = self.trained.model
         if self.stopped:
             # All ranks together: a launcher that sees one rank end like this may kill the others.
             asked_by_file = self.ranks.sum(torch.tensor([int(self.recorder.stop() or 0)]))
-            marks.is_complete = True
             return 0 if asked_by_file.item() else EXIT_SAVED
         usage = measure_usage(self.meter, self.world, model, self.device)
         used = convert(self.ranks.gather(asdict(usage)), list[Usage])
-        marks.is_complete = True
         summary = summarize(self.environment, self.work, self.meter, self.figures, used, model)
         if self.readers.size == self.world.size and (slow := straggler(summary.ranks)):
             self.recorder.say(slow)

@@ -971,6 +971,7 @@ def test_weights_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
         ({"state_dict_ema": STATE, "state_dict": STATE}, "its `state_dict`; .* `state_dict_ema`"),
         (FORMATS["this project"], "its `model`; .* `ema`.*recipe.record.export"),
         (FORMATS["torchvision's reference"], None),
+        ({"state_dict": STATE, "rng_state": torch.arange(9)}, None),
         (STATE, None),
     ],
 )
@@ -996,10 +997,9 @@ def data_of(*classes: str) -> Data:
 CATS, APPLES = data_of("cat", "dog", "\udcff"), data_of("apple", "bee", "dog")
 
 
-@pytest.mark.parametrize("now", [{}, {"evaluate": True}, {"allow_changed_data": True}])
+@pytest.mark.parametrize("now", [{}, {"evaluate": True}])
 def test_a_checkpoint_of_other_classes_is_refused(now: dict[str, Any], tmp_path: Path) -> None:
-    """Whatever else may be changed: each output would mean another class. Files of earlier versions
-    do not know theirs."""
+    """Each output would mean another class. Files of earlier versions do not know theirs."""
     save_checkpoint(tmp_path / "c.pt", contents_of(trainables(), PROGRESS, CONFIG, CATS))
     contents, config = read(tmp_path / "c.pt"), replace(CONFIG, **now)
     assert restore(contents, trainables(), config, a_world(), CATS, "c.pt") == PROGRESS
@@ -1008,6 +1008,10 @@ def test_a_checkpoint_of_other_classes_is_refused(now: dict[str, Any], tmp_path:
     )
     with pytest.raises(UserError, match=f"--resume c.pt: was trained {words}.*--new-head"):
         restore(contents, trainables(), config, a_world(), APPLES, "c.pt")
+    renamed, allowed = data_of("chat", "chien", "loup"), replace(config, allow_changed_data=True)
+    assert restore(contents, trainables(), allowed, a_world(), renamed, "c.pt") == PROGRESS
+    with pytest.raises(UserError, match=r"on other classes .3. than the data has .2."):
+        restore(contents, trainables(), allowed, a_world(), data_of("chat", "chien"), "c.pt")
     del contents["classes"]
     if now:
         assert restore(contents, trainables(), config, a_world(), APPLES, "c.pt") == PROGRESS

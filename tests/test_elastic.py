@@ -256,6 +256,7 @@ def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:
 FORKER = """
 import os, signal, sys, threading, time
 from recipe import rank_forker as module
+from recipe import watch
 from recipe.marks import marks
 module.NOTICE_S, BUSY = 0.5, ("batch", "write")
 forker, codes = module.RankForker("recipe.ranks"), []
@@ -287,7 +288,8 @@ for how in sys.argv[1:]:
 print(codes, flush=True)
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 assert forker.start() and forker.start()  # with a second thread, or CUDA, it does not fork ...
-assert "TRAINED_UNDER_WATCH" in os.environ  # ... but resumes as all other ranks do
+assert "TRAINED_UNDER_WATCH" in os.environ  # ... but resumes as all other ranks do ...
+watch.heartbeat()  # ... and nothing asks it to end, though the rank before was asked
 module.leave_like(-9)  # as some rank has
 """
 KILLED = int(-signal.SIGKILL)

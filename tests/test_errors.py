@@ -189,6 +189,10 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
                     "MemoryError: Unable to allocate 9: the limit here is .* GiB of a process.*",
                 ),
                 (
+                    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublas`"),
+                    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublas`",
+                ),
+                (
                     RuntimeError("[x] can't allocate memory: you tried to allocate 9 bytes. [y]"),
                     "you tried to allocate 9 bytes: the limit here is .*",
                 ),
@@ -201,7 +205,7 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
                 ),
                 (
                     RuntimeError("NCCL error\nCuda failure 2 'out of memory'\nmore"),
-                    "Cuda failure 2 'out of memory",
+                    "Cuda failure 2 'out of memory'",
                 ),
             )
         ),

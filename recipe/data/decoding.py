@@ -95,7 +95,7 @@ def is_no_fault_of_the_image(error: Exception) -> bool:
     """Return whether an exception in decoding has another cause than the image's bytes: memory ran
     out (which libjpeg-turbo says in words), the system refuses something, or a program is wrong."""
     return (
-        isinstance(error, (MemoryError, AssertionError, NameError, ImportError))
+        isinstance(error, (MemoryError, NameError, ImportError))  # Pillow asserts things of files
         or (isinstance(error, OSError) and error.errno is not None)  # Pillow's own have no number
         or "nsufficient memory" in str(error)
     )

@@ -186,7 +186,7 @@ def sort_val(val_dir: Positional[Path], labels: Path | None = None) -> list[str]
     flat = {image: path for image, path in images if path.parent in unsorted}
     in_place = {image: path.parent.name for image, path in images if path.parent not in unsorted}
     class_of = classes_in_names(images) if labels is None else read_labels(labels)
-    misplaced = {image for image, name in in_place.items() if class_of.get(image) != name}
+    misplaced = {image for image, name in in_place.items() if class_of.get(image, name) != name}
     remedy = "Is it the right label file?" if labels else "Give a label file with --labels."
     mistakes = (
         (flat.keys() - class_of.keys(), f"without a label: {{}}. {remedy}"),

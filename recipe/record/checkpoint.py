@@ -160,23 +160,17 @@ def keep_checkpoint(
     _write_meanwhile(save_checkpoint, path, contents, config.keep_checkpoints, older_by)
 
 
-def _write_meanwhile(task: Callable[..., object], *arguments: Any) -> None:
+def _write_meanwhile(task: Callable[..., None], *arguments: Any) -> None:
     """Let the writer's thread do this. A watcher waits for the end of it before it kills a rank."""
-
-    def write() -> None:
-        marks.is_writing = True
-        try:
-            task(*arguments)
-        finally:
-            marks.is_writing = False
-
-    WRITES.append(WRITER.submit(write))
+    marks.is_writing = True
+    WRITES.append(WRITER.submit(task, *arguments))
 
 
 def finish_checkpoint(timeout: float | None = None) -> bool:
     """Wait until the checkpoint that is being written, if any, is on disk, at most `timeout`
     seconds. Return whether it is. UserError if it could not be written."""
     if not wait(WRITES, timeout).not_done:
+        marks.is_writing = False
         while WRITES:
             WRITES.pop().result()
     return not WRITES
@@ -317,7 +311,7 @@ def _say_which(contents: Any, name: str) -> None:
     if loaded is None:
         return
     others = [
-        key for key, value in contents.items() if key != loaded and value and _is_state(value)
+        key for key, value in contents.items() if key != loaded and _is_state(value) and value
     ]
     if others:
         print(

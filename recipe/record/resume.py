@@ -388,9 +388,16 @@ def _misfits(
         for name, (then, now) in pairs.items()
     ]
     problem = other_classes(checkpoint.get("classes"), data)
-    misfits.append(
-        (problem, f"{problem}, or train a new last layer with --weights FILE --new-head")
-    )
+    if problem and not (
+        config.allow_changed_data and len(checkpoint["classes"]) == len(data.classes)
+    ):
+        misfits.append(
+            (
+                True,
+                f"{problem}, or add --allow-changed-data if only the names are others, or train a "
+                "new last layer with --weights FILE --new-head",
+            )
+        )
     if config.evaluate:
         return misfits
     return [

@@ -400,8 +400,8 @@ class RunFlags:
         "Resume from this checkpoint: a path, or `auto` for the newest complete checkpoint of the "
         "run --name; if that has none, the run starts from the beginning.")
     allow_changed_data: bool = run(False, help=
-        "Resume from a checkpoint even if the images are not those it was trained on; their order "
-        "is then different.")
+        "Resume from a checkpoint even if the images are not those it was trained on (their order "
+        "is then different), or as many classes have other names.")
     checkpoint_steps: int | None = run(None, at_least(1), needs=("checkpoints", "training"), help=
         "Steps between two checkpoints, in addition to those after every epoch.")
     checkpoint_minutes: float = run(10.0, NOT_NEGATIVE, needs=("checkpoints", "training"), help=
