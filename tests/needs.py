@@ -14,17 +14,18 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = "bash tools/debian_packages.sh"
+PACKAGES = "sudo bash tools/debian_packages.sh"
 HOROVOD = "needs Horovod: make setup WITHOUT_HOROVOD=0"
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
 needs_timm = pytest.mark.skipif(
-    importlib.util.find_spec("timm") is None, reason="needs timm: pip install -e '.[timm]'"
+    importlib.util.find_spec("timm") is None,
+    reason="needs timm: .venv/bin/pip install -e '.[timm]'",
 )
 needs_dali = pytest.mark.skipif(  # whose import takes seconds
     not Path(sysconfig.get_path("platlib"), "nvidia", "dali").is_dir(),
-    reason="needs DALI: pip install -e '.[dali]'",
+    reason="needs DALI: .venv/bin/pip install -e '.[dali]'",
 )
 needs_sshd = pytest.mark.skipif(
     None in (SSHD, shutil.which("ssh-keygen")), reason=f"needs sshd: {PACKAGES}"
@@ -34,7 +35,7 @@ needs_sshd = pytest.mark.skipif(
 def skip_if_missing(tools: list[str], what: str) -> None:
     """Skip this test if there are any: tools that are missing here, or "root"."""
     if tools == ["root"]:
-        pytest.skip(f"needs {what}: run the tests as root")
+        pytest.skip(f"needs {what}: run the tests as root, in a container with --privileged")
     if tools:
         as_root = ", and run the tests as root" if "root" in tools else ""
         pytest.skip(f"needs {what}: {PACKAGES}{as_root}")

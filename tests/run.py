@@ -30,10 +30,11 @@ PASSED, INTERRUPTED, NONE_SELECTED = 0, 2, 5  # pytest's exit codes
 
 def main(words: Sequence[str], pytest: Sequence[str] = PYTEST, logs: Path = LOGS) -> int:
     """Run both halves; return 1 if a test failed or none was selected."""
-    asked = list[int]()  # signals, which must not interrupt the start of a half
+    asked = list[int]()  # signals, which must not interrupt the start or the end of a half
     before = {
         number: signal.signal(number, lambda number, _: asked.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN  # as under nohup
     }
     marks, *arguments = words
     command = [*pytest, *arguments, "-rfE", "--color", "yes" if sys.stdout.isatty() else "no"]
@@ -50,12 +51,14 @@ def main(words: Sequence[str], pytest: Sequence[str] = PYTEST, logs: Path = LOGS
             launch.process.terminate()
         launch.show(asked)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if asked:
+            print("== interrupted: ending both halves", flush=True)
         for half in halves:
             half.process.terminate()
         for half in halves:
             half.process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print(*what_failed(halves), *what_was_skipped(halves), sep="\n", flush=True)
     codes = {half.process.returncode for half in halves}
     return 0 if PASSED in codes and codes <= {PASSED, NONE_SELECTED} else 1

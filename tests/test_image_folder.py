@@ -278,7 +278,7 @@ def test_no_cache_where_times_need_not_show_a_change(
     root, elsewhere = make(tmp_path / "train", "a/1.jpg"), Path("/dev/shm")
     if is_linked:
         if elsewhere.stat().st_dev == root.stat().st_dev:
-            pytest.skip("/dev/shm is of the same file system as the temporary folder")
+            pytest.skip("needs a temporary folder that is not in /dev/shm: set TMPDIR")
         store = tempfile.TemporaryDirectory(dir=elsewhere)
         make(Path(store.name), "2.jpg")
         (root / "b").symlink_to(store.name)

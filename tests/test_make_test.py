@@ -76,10 +76,10 @@ def test_skipped(text):
 
 @pytest.mark.launch
 def test_hangs():
-    run(["sh", "-c", "echo said before; exec sleep 900"], timeout=0.5)
+    run(["sh", "-c", "echo said before; exec sleep 900"], timeout=5)
 
 @pytest.mark.launch
-@pytest.mark.timeout(0.5)
+@pytest.mark.timeout(10)
 def test_hangs_elsewhere():
     run(["sh", "-c", "echo said then; exec sleep 900"])
 """

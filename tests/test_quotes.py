@@ -268,7 +268,7 @@ def test_what_the_readme_pools_decides_nothing_if_it_is_corrected() -> None:
     table = text.partition("## Two commands")[0]
     quoted = [one for one in pooled if f"({one.low:.3f} to {one.high:.3f})" in table]
     assert len(quoted) == 4  # those with three decimals, the narrow ones
-    assert "corrected, these two comparisons would decide nothing" in table
+    assert "with that correction the two comparisons together decide none" in table
     assert min(one.p_difference() for one in quoted) > 0.05 / 7  # ratios in the table
 
 
@@ -299,7 +299,7 @@ def test_a_record_that_an_earlier_rule_ended_says_so() -> None:
     ended = [
         report.comparison.folder.name
         for report in all_reports()
-        if "not fixed before" in str(report.notices)
+        if "not fixed in advance" in str(report.notices)
     ]
     assert len(ended) == 11
     assert "2026-11-25-square-1" in ended and "2026-11-25-stock-1" not in ended

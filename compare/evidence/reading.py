@@ -100,8 +100,7 @@ def read_metrics(path: Path) -> dict[type, list[Any]]:
 
 
 def read_last_step(path: Path) -> Any:
-    """Return the step of the last line of metrics.jsonl. The other lines may be many, and are
-    parsed only when they are shown."""
+    """Return the step of the last line of metrics.jsonl, also where another line is damaged."""
     last, where = read_text(path).rstrip().rpartition("\n")[2], f"{path}, its last line"
     return decode(last, where).get("step")
 

@@ -156,7 +156,7 @@ def read_measurement(folder: Path) -> Measurement:
         messages = [[(one["message"], one["wire"]) for one in lines[1:]] for lines in by_block]
         if odd := [block for block, told in enumerate(messages, 1) if told != messages[0]]:
             where = folder / f"block-{odd[0]}" / name / "measurements.jsonl"
-            raise UserError(f"{where}: its messages are not those of block 1; measure again")
+            raise UserError(f"{where}: block 1 holds other messages; measure again")
         for lines in zip(*(lines[1:] for lines in by_block[:blocks]), strict=True):
             first, seconds = lines[0], tuple(one["seconds_median"] for one in lines)
             figures[name, first["message"], first["wire"]] = Figure(
@@ -182,7 +182,8 @@ def read_launch(path: Path) -> list[dict[str, Any]]:
         if kind is not None:
             parse(line, kind, where)
             kept.append(line)
-    if [line["kind"] for line in kept[:2]] != ["world", "allreduce"]:
+    kinds = [line["kind"] for line in kept]
+    if kinds[:2] != ["world", "allreduce"] or kinds.count("world") > 1:
         raise UserError(f"{path}: lacks what it was measured on, or what was measured")
     return kept
 

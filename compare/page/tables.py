@@ -316,8 +316,8 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
     )
     note = (
         "The ratio of two sides' speeds, or a side's speed, against the plan's goal. At the goal: "
-        "it is not shown to be reached or missed, but to be at most 2 % below the goal; for a "
-        "ratio, also at most half as far below it as the goal is from 1."
+        "neither reached nor missed, but at most 2 % below the goal; for a ratio, also at most "
+        "half as far below it as the goal is from 1."
     )
     family = max((goal.family for goal in goals), default=1)
     if family > 1:

@@ -210,8 +210,13 @@ def check_names(plan: Plan) -> None:
     for name in plan.configurations:
         check_known("--configurations", name, plan.known())
     for key in plan.goals:
-        for name in key.split(":", 1):
+        names = key.split(":", 1)
+        for name in names:
             check_known(f"--goals {key}:", name, plan.configurations)
+        if len(set(names)) < len(names):
+            raise UserError(f"--goals {key}: name two sides, or one side for its own speed")
+        if plan.null:
+            raise UserError(f"--goals {key}: a null test judges no goals; leave --null or it out")
     for key in plan.margins:
         check_known("--margins", key, [":".join(pair) for pair in plan.pairs()])
     for first, second in plan.judged_pairs:
