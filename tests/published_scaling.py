@@ -43,17 +43,43 @@ def training(
 # quarter of what four do), on an A100. VGG-16's largest layers are ready first.
 Row = tuple[str, Inputs, str, str, int, dict[int, float], int]
 PUBLISHED: list[Row] = [
-    ("ResNet-101, Horovod", training("horovod", 64, 130, (178 / 50,) * 50),
-     "25-roce", "pcie", 4, {512: 0.90}, 1),
-    ("VGG-16, Horovod", training("horovod", 64, 150, (16.4, 67.1, 411.1, 30, 29),
-              (0.02, 0.04, 0.08, 0.4, 1.0)),
-     "25-roce", "pcie", 4, {512: 0.68}, 1),
-    ("ResNet-50, 4 V100 a host", training("ddp", 208, 729, (102 / 50,) * 50),
-     "100-infiniband", "nvlink-v100", 4,
-     {n: 39536 * 4 / (s * n) for n, s in {8: 20904, 16: 10969, 32: 6653, 64: 4071}.items()}, 4),
-    ("ResNet-50, 8 A100", training("ddp", 256, 2470, (102 / 50,) * 50),
-     "100-infiniband", "nvlink-a100", 8, {8: 0.84}, 1),
-]  # fmt: skip
+    (
+        "ResNet-101, Horovod",
+        training("horovod", 64, 130, (178 / 50,) * 50),
+        "25-roce",
+        "pcie",
+        4,
+        {512: 0.90},
+        1,
+    ),
+    (
+        "VGG-16, Horovod",
+        training("horovod", 64, 150, (16.4, 67.1, 411.1, 30, 29), (0.02, 0.04, 0.08, 0.4, 1.0)),
+        "25-roce",
+        "pcie",
+        4,
+        {512: 0.68},
+        1,
+    ),
+    (
+        "ResNet-50, 4 V100 a host",
+        training("ddp", 208, 729, (102 / 50,) * 50),
+        "100-infiniband",
+        "nvlink-v100",
+        4,
+        {n: 39536 * 4 / (s * n) for n, s in {8: 20904, 16: 10969, 32: 6653, 64: 4071}.items()},
+        4,
+    ),
+    (
+        "ResNet-50, 8 A100",
+        training("ddp", 256, 2470, (102 / 50,) * 50),
+        "100-infiniband",
+        "nvlink-a100",
+        8,
+        {8: 0.84},
+        1,
+    ),
+]
 
 
 def cases() -> list[tuple[Row, int, float, Prediction, float]]:

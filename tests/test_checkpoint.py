@@ -512,9 +512,10 @@ def whole(tmp_path: Path) -> bytes:
 
 
 FUZZED = settings(
-    derandomize=True, deadline=None,
+    derandomize=True,
+    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+)
 
 
 @settings(FUZZED, max_examples=100)
@@ -549,9 +550,13 @@ def test_no_damage_gets_out_of_hand(data: st.DataObject, whole: bytes, tmp_path:
 
 
 WRONG = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text("ab-1", max_size=3),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text("ab-1", max_size=3),
     st.sampled_from([[], {}, [1], {"a": 1}, torch.zeros(0), torch.zeros(2), torch.tensor(1)]),
-)  # fmt: skip
+)
 
 
 @settings(FUZZED, max_examples=120)
@@ -1082,9 +1087,10 @@ HEADS = {
     "vit_b_16": ("", {"heads.head.weight", "heads.head.bias"}),
     "timm:resnet10t": ("", {"fc.weight", "fc.bias"}),
     "timm:deit_tiny_distilled_patch16_224": (
-        "", {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+        "",
+        {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,11 @@ def test_gpus_are_those_that_cuda_s_driver_counts(monkeypatch):
 
 
 IDLE_GPU = {
-    "ComputeRunningProcesses": [], "MemoryInfo": SimpleNamespace(free=79 << 30, total=80 << 30),
-    "CurrentClocksEventReasons": 0x1, "ComputeMode": 0,
-}  # fmt: skip
+    "ComputeRunningProcesses": [],
+    "MemoryInfo": SimpleNamespace(free=79 << 30, total=80 << 30),
+    "CurrentClocksEventReasons": 0x1,
+    "ComputeMode": 0,
+}
 PROCESSES = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
 
 
@@ -218,12 +220,14 @@ ON_HOSTS = ("--configurations", "ddp-mpirun", "--workers", "16")
         (["--workers", "1", "--", "--threads", "3"], ""),
         (["--hosts", "a:8,b:8", *ON_HOSTS, "--", "--threads", "4"], ""),
         (["--hosts", "localhost:8,b:8", *ON_HOSTS], "cores: 8 workers of 1 thread on 4 cores"),
-        (["--define", "more=horovod-mpi --threads 1"], "unequal threads: ddp-torchrun 2, "
-         "horovod-mpi 2, more 1."),
+        (
+            ["--define", "more=horovod-mpi --threads 1"],
+            "unequal threads: ddp-torchrun 2, horovod-mpi 2, more 1.",
+        ),
         (["--define", "more=horovod-mpi OMP_NUM_THREADS=1"], "more 2, OMP_NUM_THREADS of more 1."),
         (["--define", "more=horovod-mpi OMP_NUM_THREADS=2"], ""),
     ],
-)  # fmt: skip
+)
 def test_cores_and_threads(words, told):
     said = warnings(*words)
     assert told in said and len(said.splitlines()) == bool(told)

@@ -72,43 +72,56 @@ def copy_of(folder: Path, source: str, target: str) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], Path, str]] = {
     "a figure": (
         lambda folder: change(folder / BLOCK, lambda b: b["turns"][3].update(seconds=1.0)),
-        BLOCK, "changed since it was measured",
+        BLOCK,
+        "changed since it was measured",
     ),
     "its digest": (
         lambda folder: change(folder / BLOCK, lambda b: b.update(digest="")),
-        BLOCK, "changed since it was measured",
+        BLOCK,
+        "changed since it was measured",
     ),
     "no seal": (
         lambda folder: change(folder / BLOCK, lambda b: b.pop("before")),
-        BLOCK, "run.py has not sealed it",
+        BLOCK,
+        "run.py has not sealed it",
     ),
     "what a side says": (
         lambda folder: change(folder / SIDE / "config.json", lambda one: one.update(lr=1)),
-        BLOCK, "these files beside it were changed since it was measured: ddp-mpi/0/run/config",
+        BLOCK,
+        "these files beside it were changed since it was measured: ddp-mpi/0/run/config",
     ),
     "a side's file is missing": (
         lambda folder: (folder / SIDE / "environment.json").unlink(),
-        SIDE / "environment.json", "No such file",
+        SIDE / "environment.json",
+        "No such file",
     ),
     "dropped": (
         lambda folder: shutil.rmtree(folder / BLOCK.parent),
-        TURNS / "block-3/block.json", "the block before it is missing, or is another one",
+        TURNS / "block-3/block.json",
+        "the block before it is missing, or is another one",
     ),
     "copied": (
         lambda folder: copy_of(folder, "block-1", "block-2"),
-        BLOCK, "it was measured as turns/2-workers/block-1 of its comparison",
+        BLOCK,
+        "it was measured as turns/2-workers/block-1 of its comparison",
     ),
     "of another comparison": (
-        lambda folder: copy_of_another(folder, BLOCK.parent), BLOCK, "under another plan",
+        lambda folder: copy_of_another(folder, BLOCK.parent),
+        BLOCK,
+        "under another plan",
     ),
     "the plan": (
         lambda folder: change(folder / "plan.json", lambda plan: plan.update(margin=0.5)),
-        TURNS / "block-1/block.json", "under another plan, or the plan was changed afterwards",
+        TURNS / "block-1/block.json",
+        "under another plan, or the plan was changed afterwards",
     ),
     "an end taken back": (
-        lambda folder: change(folder / "plan.json", lambda plan: (
-            plan.update(blocks=3), plan["ends"][0].update(blocks=3))),
-        TURNS / "block-1/block.json", "under another plan, or the plan was changed afterwards",
+        lambda folder: change(
+            folder / "plan.json",
+            lambda plan: (plan.update(blocks=3), plan["ends"][0].update(blocks=3)),
+        ),
+        TURNS / "block-1/block.json",
+        "under another plan, or the plan was changed afterwards",
     ),
     "empty": (lambda folder: (folder / BLOCK).write_text(""), BLOCK, "is not a JSON object"),
     "a list": (lambda folder: (folder / BLOCK).write_text("[]"), BLOCK, "is not a JSON object"),
@@ -116,9 +129,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], Path, str]] = {
     "bytes": (lambda folder: (folder / BLOCK).write_bytes(b'"\xff"'), BLOCK, "can't decode byte"),
     "a folder": (
         lambda folder: ((folder / BLOCK).unlink(), (folder / BLOCK).mkdir()),
-        BLOCK, "Is a directory",
+        BLOCK,
+        "Is a directory",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", BROKEN)
@@ -194,11 +208,16 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 RECORD_FILES = (
-    "plan.json", "block-1/ddp-mpi-2/outcome.json", "block-1/ddp-mpi-2/config.json",
-    "block-1/ddp-mpi-2/environment.json", "block-1/ddp-mpi-2/summary.json",
-    "block-1/ddp-mpi-2/metrics.jsonl", str(BLOCK), str(SIDE / "config.json"),
+    "plan.json",
+    "block-1/ddp-mpi-2/outcome.json",
+    "block-1/ddp-mpi-2/config.json",
+    "block-1/ddp-mpi-2/environment.json",
+    "block-1/ddp-mpi-2/summary.json",
+    "block-1/ddp-mpi-2/metrics.jsonl",
+    str(BLOCK),
+    str(SIDE / "config.json"),
     str(SIDE / "environment.json"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -252,9 +271,23 @@ def test_a_changed_record_is_not_kept(folder, tmp_path, refusal):
 
 # A value in the place of each field of plan.json, as JSON; None: the field is missing.
 VALUES = (
-    "null", '""', "-1", "0", "[]", "{}", DEEP, '"text"', '[null]', '{"a": null}', "true", "NaN",
-    "1e400", "9" * 30, "9" * 400, None,
-)  # fmt: skip
+    "null",
+    '""',
+    "-1",
+    "0",
+    "[]",
+    "{}",
+    DEEP,
+    '"text"',
+    "[null]",
+    '{"a": null}',
+    "true",
+    "NaN",
+    "1e400",
+    "9" * 30,
+    "9" * 400,
+    None,
+)
 
 
 def fields_of(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -77,9 +77,13 @@ def another(value: Any) -> Any:
 
 
 CONFIG = a_config(
-    data="synthetic", synthetic_images=40, arch="squeezenet1_1",
-    train_crop_size=32, val_crop_size=32, val_resize_size=32,
-)  # fmt: skip
+    data="synthetic",
+    synthetic_images=40,
+    arch="squeezenet1_1",
+    train_crop_size=32,
+    val_crop_size=32,
+    val_resize_size=32,
+)
 
 
 def real_fingerprint(config: Config) -> dict[str, Any]:
@@ -158,10 +162,12 @@ def test_every_condition_of_a_real_environment_changed_alone_is_caught(real):
         ({"configurations": ("ddp-gloo", "horovod-mpirun-gloo")}, START - {"engine"}),
         ({"configurations": ("ddp-mpi", "ddp-gloo")}, START - {"transport"}),
         ({"configurations": ("horovod-mpi", "horovod-mpirun-mpi")}, {"engine"}),
-        ({"configurations": ("horovod-mpi", "horovod-tuned"), "defined": (HOROVOD_TUNED,)},
-         ("affinity", "allocator")),
+        (
+            {"configurations": ("horovod-mpi", "horovod-tuned"), "defined": (HOROVOD_TUNED,)},
+            ("affinity", "allocator"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_must_be_equal_between_configurations_that_share_it(tmp_path, plan, fields):
     """Versions of what both use; of the start all that the plan does not vary, in a null test the
     whole of it; beside a variable that the plan varies all others."""
@@ -175,8 +181,11 @@ def test_what_must_be_equal_between_configurations_that_share_it(tmp_path, plan,
 
 CORNERS = ("ddp-gloo", "horovod-mpirun-gloo", "ddp-mpi", "horovod-mpirun-mpi")
 OWN = VIEWS, BACKEND, SLEEP, YIELD = (
-    "DDP's gradients are views", "runs on mpi4py", "Horovod sleeps", "yields its core",
-)  # fmt: skip
+    "DDP's gradients are views",
+    "runs on mpi4py",
+    "Horovod sleeps",
+    "yields its core",
+)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +196,16 @@ OWN = VIEWS, BACKEND, SLEEP, YIELD = (
         (CORNERS[::2], "cuda", {"gradient_as_bucket_view": True}, {}, {BACKEND, VIEWS}),
         (CORNERS[:2], "cpu", {"sleeping_poll": True}, {}, {SLEEP}),
         (CORNERS[:2], "cuda", {"sleeping_poll": True}, {}, set()),
-        (CORNERS[1::2], "cpu", {"sleeping_poll": False}, {"OMPI_MCA_mpi_yield_when_idle": "0"},
-         set()),
+        (
+            CORNERS[1::2],
+            "cpu",
+            {"sleeping_poll": False},
+            {"OMPI_MCA_mpi_yield_when_idle": "0"},
+            set(),
+        ),
         (CORNERS[1::2], "cpu", {"sleeping_poll": False}, {}, {YIELD}),
     ],
-)  # fmt: skip
+)
 def test_a_report_says_what_is_this_projects_own(tmp_path, names, device, flags, variables, said):
     comparison = compare(tmp_path, configurations=names, blocks=1)
     for run in comparison.runs:
@@ -213,11 +227,15 @@ FP16 = ("ddp-torchrun", "ddp-fp16", "horovod-mpi", "horovod-fp16")
 @pytest.mark.parametrize(
     ("names", "pairs", "defined", "varied"),
     [
-        (FP16, (FP16[:2], FP16[::2], FP16[1::2]), (DDP_FP16, HOROVOD_FP16),
-         {"wire_format", "fp16_allreduce"}),
+        (
+            FP16,
+            (FP16[:2], FP16[::2], FP16[1::2]),
+            (DDP_FP16, HOROVOD_FP16),
+            {"wire_format", "fp16_allreduce"},
+        ),
         (("ddp-torchrun", "ddp-64"), (), (DDP_BATCH,), {"batch_size", "samples_seen"}),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_the_plan_varies_may_differ(tmp_path, names, pairs, defined, varied):
     """With what follows from it."""
     comparison = compare(tmp_path, configurations=names, defined=defined, judged_pairs=pairs)
@@ -248,14 +266,33 @@ def varied_in(comparison: Comparison) -> set[str]:
 
 
 CHANGES: dict[str, Any] = {
-    "wire_format": "fp16", "batch_size": 5, "batches_per_allreduce": 2, "epochs": 9,
-    "max_steps": 3, "seed": 1, "arch": "squeezenet1_0", "synthetic_images": 41, "base_lr": 0.5,
-    "lr_scheduler": "cosine", "lr_step_epochs": (1, 2), "lr_gamma": 0.3, "lr_min": 0.01,
-    "warmup_epochs": 1.5, "warmup_method": "linear", "precision": "bf16", "bucket_cap_mb": 1.0,
-    "channels_last": True, "batch_norm": "sync", "workers": 2, "momentum": 0.5, "loss": "bce",
-    "mixup_alpha": 0.2, "lr_restart_epochs": (2,), "augment_repeats": 2,
+    "wire_format": "fp16",
+    "batch_size": 5,
+    "batches_per_allreduce": 2,
+    "epochs": 9,
+    "max_steps": 3,
+    "seed": 1,
+    "arch": "squeezenet1_0",
+    "synthetic_images": 41,
+    "base_lr": 0.5,
+    "lr_scheduler": "cosine",
+    "lr_step_epochs": (1, 2),
+    "lr_gamma": 0.3,
+    "lr_min": 0.01,
+    "warmup_epochs": 1.5,
+    "warmup_method": "linear",
+    "precision": "bf16",
+    "bucket_cap_mb": 1.0,
+    "channels_last": True,
+    "batch_norm": "sync",
+    "workers": 2,
+    "momentum": 0.5,
+    "loss": "bce",
+    "mixup_alpha": 0.2,
+    "lr_restart_epochs": (2,),
+    "augment_repeats": 2,
     "batch_size_warmup_epochs": 1,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", CHANGES)

@@ -178,12 +178,20 @@ def test_the_page_is_quiet_asks_for_nothing_and_nothing_lies_over_anything_else(
 BROAD = "td, th { white-space: nowrap !important; min-width: 12rem }</style>"
 
 
-@pytest.mark.parametrize(("pattern", "new", "width", "words"), [
-    ("<h2>Results", '<h2 style="margin-bottom:-40px">Results', 1440, "Results"),
-    ("(<svg[^>]*>)", r'\1<text x="340" y="60">far too far</text>', 1440, "sticks out of its plot"),
-    ("</style>", BROAD, 390, "runs into its value"),
-    ("</style>", BROAD, 1440, "is broader than the text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "new", "width", "words"),
+    [
+        ("<h2>Results", '<h2 style="margin-bottom:-40px">Results', 1440, "Results"),
+        (
+            "(<svg[^>]*>)",
+            r'\1<text x="340" y="60">far too far</text>',
+            1440,
+            "sticks out of its plot",
+        ),
+        ("</style>", BROAD, 390, "runs into its value"),
+        ("</style>", BROAD, 1440, "is broader than the text"),
+    ],
+)
 def test_the_check_sees_a_fault(browser, pages, tmp_path, pattern, new, width, words):
     path = tmp_path / "page.html"
     path.write_text(re.sub(pattern, new, pages["square"].read_text()))

@@ -186,14 +186,18 @@ def test_flags_win_over_the_file(here):
         ("configurations = ['ddp-torchrn']", ["ddp-torchrn", "did you mean ddp-torchrun?"]),
         ("[configuration.x]\nbase = 'horovod'", ["configuration x", "horovod:", "horovod-"]),
         ("[configuration.x]\nflags = '--a'", ["configuration[...]", "missing", "`base`"]),
-        ("[configuration.x]\nbase = 'ddp-torchrun'\nenvironment = { A = 1 }",
-         ["configuration[...].environment", "expected `str`, got `int`"]),
-        ("[configuration.x]\nbase = 'ddp-torchrun'\nenviron = {}",
-         ["no key environ", "did you mean environment?"]),
+        (
+            "[configuration.x]\nbase = 'ddp-torchrun'\nenvironment = { A = 1 }",
+            ["configuration[...].environment", "expected `str`, got `int`"],
+        ),
+        (
+            "[configuration.x]\nbase = 'ddp-torchrun'\nenviron = {}",
+            ["no key environ", "did you mean environment?"],
+        ),
         ("[configuration.ddp-torchrun]\nbase = 'ddp-torchrun'", ["is a ready one"]),
         ("[configuration.x]\nbase = 'ddp-torchrun'\nflags = '--seed 1'", ["x: sets a seed"]),
         ("[case.'a/b']", ["'a/b'", "folder"]),
-        ("flags = \"--a 'b\"", ["--a 'b", "quotation"]),
+        ('flags = "--a \'b"', ["--a 'b", "quotation"]),
         ("flags = '--log-dir x'", ["--log-dir cannot be passed", "--out"]),
         ("[case.a]\nflags = '--test-only'", ["--test-only cannot be passed"]),
         ("until_interval = '2'", ["until_interval = '2'", "2%"]),
@@ -211,11 +215,13 @@ def test_flags_win_over_the_file(here):
         ("null = true\ncontrol = 3", ["control = 3", "percentage"]),
         ("global_batch_size = 64", ["global-batch-size", "global-learning-rate"]),
         ("hosts = 'a:2,b'", ["'b'", "name:N"]),
-        ("[side.a]\ncommand = 'a'\ncopies = 2\n[side.b]\ncommand = 'b'\ncopies = 1",
-         ["side.a.copies = 2", "one launcher"]),
+        (
+            "[side.a]\ncommand = 'a'\ncopies = 2\n[side.b]\ncommand = 'b'\ncopies = 1",
+            ["side.a.copies = 2", "one launcher"],
+        ),
         ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_in_a_file_is_one_message_with_file_and_key(here, capsys, text, words):
     assert main([plan_file(here, text), "--dry-run"]) == 2
     told = capsys.readouterr()
@@ -412,8 +418,10 @@ def test_no_two_starts_share_a_rendezvous(here):
         # The trainers refuse their flags, whichever engine and number of workers it is.
         (["--", "--epochs", "0"], ["the trainers refuse", "--epochs 0: must be at least 1"]),
         (["--define", "x=horovod-mpi --num-groups 0"], ["--num-groups 0: must be at least 1"]),
-        (["--configurations", "horovod-mpi", "--workers", "2", "3", "--", "--use-adasum"],
-         ["needs a power-of-two number of workers, and there are 3"]),
+        (
+            ["--configurations", "horovod-mpi", "--workers", "2", "3", "--", "--use-adasum"],
+            ["needs a power-of-two number of workers, and there are 3"],
+        ),
         # There is no such plan.
         (["scalling"], ["did you mean scaling?"]),
         (["nowhere.toml"], ["nowhere.toml: [Errno 2] No such file"]),
@@ -429,14 +437,16 @@ def test_no_two_starts_share_a_rendezvous(here):
         # Hosts cannot be used.
         (["--hosts", "a:2,b:1", "--workers", "3"], ["ddp-torchrun", "would be 2 on a, 1 on b"]),
         (["--hosts", "slurm"], ["inside salloc"]),
-        (["--hosts", "a:1,b:1", "--workers", "3", "--configurations", "ddp-mpirun"],
-         ["2 ranks, but the plan"]),
+        (
+            ["--hosts", "a:1,b:1", "--workers", "3", "--configurations", "ddp-mpirun"],
+            ["2 ranks, but the plan"],
+        ),
         (["--hosts", "a:1,b:1", "--configurations", "parameter-server"], ["2 ranks, but the plan"]),
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
         (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_run_is_refused_with_one_message(words, told, here, capfd):
     assert main(["--dry-run", *words]) == 2
     output = capfd.readouterr()
@@ -522,10 +532,18 @@ def test_what_is_judged_stands_side_by_side_and_alternates():
 
 
 @pytest.mark.parametrize("null", [False, True])
-@pytest.mark.parametrize(("number", "pairs"), [
-    (2, []), (3, []), (4, []), (4, [(0, 1), (2, 3)]), (4, [(0, 1), (1, 2), (2, 3)]),
-    (5, [(0, 1), (2, 3), (3, 4)]), (6, [(0, 1), (2, 3), (4, 5)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "pairs"),
+    [
+        (2, []),
+        (3, []),
+        (4, []),
+        (4, [(0, 1), (2, 3)]),
+        (4, [(0, 1), (1, 2), (2, 3)]),
+        (5, [(0, 1), (2, 3), (3, 4)]),
+        (6, [(0, 1), (2, 3), (4, 5)]),
+    ],
+)
 def test_no_side_of_a_pair_is_oftener_at_the_edge_of_a_block_than_the_other(number, pairs, null):
     """There a side has two turns in a row."""
     names = list(CONFIGURATIONS)[:number]
@@ -592,18 +610,24 @@ def test_a_recorded_plan_of_before_in_which_scripts_had_one_copy_reads_back(tmp_
     assert plan_of(str(path)).side == plan.side
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"workers": [1, "2"]}, "workers[1] = '2': expected `int`"),
-    ({"created_utc": None}, "object missing required field `created_utc`"),
-    ({"configurations": ["ddp-torchrun", "mine"]}, "--configurations mine: there is no such"),
-    ({"pairs": [["ddp-torchrun"]]}, "pairs[0] = ['ddp-torchrun']"),
-    ({"case": {"a": {"flags": 3}}}, "case[...].flags"),
-    ({"blocks": 10**12}, "blocks = 1000000000000"),
-    ({"format": 3}, "format is 3, and this version reads 4"),
-    ({"environment": None}, "object missing required field `environment`"),
-    ({"question": "Which?\nDDP won."}, "question = 'Which?\\nDDP won.': holds a control character"),
-    ({"case": {"A\x1b[2J": {}}}, "'A"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"workers": [1, "2"]}, "workers[1] = '2': expected `int`"),
+        ({"created_utc": None}, "object missing required field `created_utc`"),
+        ({"configurations": ["ddp-torchrun", "mine"]}, "--configurations mine: there is no such"),
+        ({"pairs": [["ddp-torchrun"]]}, "pairs[0] = ['ddp-torchrun']"),
+        ({"case": {"a": {"flags": 3}}}, "case[...].flags"),
+        ({"blocks": 10**12}, "blocks = 1000000000000"),
+        ({"format": 3}, "format is 3, and this version reads 4"),
+        ({"environment": None}, "object missing required field `environment`"),
+        (
+            {"question": "Which?\nDDP won."},
+            "question = 'Which?\\nDDP won.': holds a control character",
+        ),
+        ({"case": {"A\x1b[2J": {}}}, "'A"),
+    ],
+)
 def test_a_plan_that_cannot_be_read_names_file_and_field(change, told, tmp_path):
     path = tmp_path / "plan.json"
     write_plan(path, plan_record(Plan(), ""))

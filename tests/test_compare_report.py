@@ -343,18 +343,27 @@ def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"decision": "slower", "ratio": 0.8},
-         "B over MPI trained 1.25 times as fast as A over MPI."),
+        (
+            {"decision": "slower", "ratio": 0.8},
+            "B over MPI trained 1.25 times as fast as A over MPI.",
+        ),
         ({"decision": "equal"}, "A over MPI and B over MPI are tied: equally fast within 57 %."),
-        ({"decision": "undecided"}, "Nothing is decided between A over MPI and B over MPI: they "
-         "differ by at most 57 % either way."),
+        (
+            {"decision": "undecided"},
+            "Nothing is decided between A over MPI and B over MPI: they "
+            "differ by at most 57 % either way.",
+        ),
         ({"is_finished": False}, "Nothing is decided between A over MPI and B over MPI yet."),
-        ({"is_null_test": True, "decision": "faster", "second_label": "A over MPI, again"},
-         "A difference was shown between A over MPI and itself."),
-        ({"speed": None, "second_label": "my own"}, "No verdict on A over MPI and my own: no block "
-         "was completed by both."),
+        (
+            {"is_null_test": True, "decision": "faster", "second_label": "A over MPI, again"},
+            "A difference was shown between A over MPI and itself.",
+        ),
+        (
+            {"speed": None, "second_label": "my own"},
+            "No verdict on A over MPI and my own: no block was completed by both.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_headline_is_the_first_verdict_in_a_plain_sentence(folder, fields, words):
     made_up = Report(load_comparison(folder))
     ratio = fields.pop("ratio", 1.25)
@@ -370,12 +379,22 @@ def test_the_headline_is_the_first_verdict_in_a_plain_sentence(folder, fields, w
 
 CASES = a_plan(
     configurations=("ddp-torchrun", "tuned"),
-    defined=(Configuration("tuned", "horovod", "horovodrun", "gloo", flags=("--fp16-allreduce",),
-                           environment={"HOROVOD_CYCLE_TIME": "1"}),),
+    defined=(
+        Configuration(
+            "tuned",
+            "horovod",
+            "horovodrun",
+            "gloo",
+            flags=("--fp16-allreduce",),
+            environment={"HOROVOD_CYCLE_TIME": "1"},
+        ),
+    ),
     cases={"resnet50": ("--arch", "resnet50"), "vgg16": ("--arch", "vgg16")},
-    trainer_arguments=("--data", "synthetic"), margin=0.02, seed=7,
+    trainer_arguments=("--data", "synthetic"),
+    margin=0.02,
+    seed=7,
     question="What do 16 bits on the wire bring?",
-)  # fmt: skip
+)
 
 
 def test_cases_are_told_apart(tmp_path, capsys):

@@ -99,11 +99,14 @@ sys.exit(run.main(sys.argv[1:]))
 
 # What the driver replaces, to be put back where it runs in this process.
 REPLACED = [
-    (Configuration, "launcher_words"), (checks, "has_horovod"), (launch, "GRACE_SECONDS"),
+    (Configuration, "launcher_words"),
+    (checks, "has_horovod"),
+    (launch, "GRACE_SECONDS"),
     *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
-    (plan_file, "trainers_sha256"), (comparison, "sources_sha256"),
+    (plan_file, "trainers_sha256"),
+    (comparison, "sources_sha256"),
     (checks, "find_warnings"),
-]  # fmt: skip
+]
 
 
 class Comparing:
@@ -220,10 +223,13 @@ def test_blocks_have_their_seed_and_what_is_done_is_not_run_again(comparing):
     [
         (["--blocks", "2"], "block-2/ddp-torchrun-1", signal.SIGINT),
         (["--blocks", "1"], "block-1/horovod-mpi-1", signal.SIGTERM),
-        (["--blocks", "2", "--case", "a=--x 1", "--case", "b=--x 2"],
-         "block-2/b/horovod-mpi-1", signal.SIGINT),
+        (
+            ["--blocks", "2", "--case", "a=--x 1", "--case", "b=--x 2"],
+            "block-2/b/horovod-mpi-1",
+            signal.SIGINT,
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stubborn", [["--stubborn", "yes"], rarely([])])
 def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     comparing, words, place, number, stubborn
@@ -250,12 +256,15 @@ def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     assert len(list(comparing.folder.glob("runs/compare-*"))) == 1
 
 
-@pytest.mark.parametrize(("words", "ended", "said"), [
-    (["--", "--empty"], 1, "exit code 0, but no summary.json"),
-    (["--timeout", "1", "--", "--stubborn", "yes", "--hang"], 1, "TIMED OUT after"),
-    (["--timeout", "1", "--", "--hang"], 1, "(at step 0: give a larger --timeout)"),
-    (["--", "--leave"], 0, "killed leftover processes: 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "ended", "said"),
+    [
+        (["--", "--empty"], 1, "exit code 0, but no summary.json"),
+        (["--timeout", "1", "--", "--stubborn", "yes", "--hang"], 1, "TIMED OUT after"),
+        (["--timeout", "1", "--", "--hang"], 1, "(at step 0: give a larger --timeout)"),
+        (["--", "--leave"], 0, "killed leftover processes: 1"),
+    ],
+)
 def test_how_a_run_ended_is_said_and_nothing_of_it_is_left(comparing, words, ended, said):
     run = "block-1/horovod-mpi-1"
     assert said in comparing.run(*SMALL, *words, run, code=ended)

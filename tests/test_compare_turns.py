@@ -29,9 +29,11 @@ from compare.page.tables import ratio_cell
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
 PAIRS = (
-    ("ddp-torchrun", "horovod-gloo"), ("ddp-mpi", "horovod-mpi"),
-    ("ddp-mpi", "ddp-torchrun"), ("horovod-mpi", "horovod-gloo"),
-)  # fmt: skip
+    ("ddp-torchrun", "horovod-gloo"),
+    ("ddp-mpi", "horovod-mpi"),
+    ("ddp-mpi", "ddp-torchrun"),
+    ("horovod-mpi", "horovod-gloo"),
+)
 SPEEDS = {"ddp-torchrun": 100.0, "horovod-gloo": 100.0, "ddp-mpi": 106.0, "horovod-mpi": 90.0}
 
 
@@ -100,13 +102,16 @@ def test_the_square_parts_engine_and_transport(square):
         assert interaction(square, "", 2, judge(replace(square, plan=plan))) is None
 
 
-@pytest.mark.parametrize(("plan", "words"), [
-    ({"blocks": 12}, "10 of 12 blocks"),
-    ({"blocks": 10}, ""),
-    ({"blocks": None, "until_interval": 0.001, "minutes": 10}, "6.7 of 10 minutes are used"),
-    ({"blocks": None, "until_interval": 0.1, "minutes": 10}, ""),
-    ({"blocks": None, "until_interval": 0.001, "minutes": 7.2}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"blocks": 12}, "10 of 12 blocks"),
+        ({"blocks": 10}, ""),
+        ({"blocks": None, "until_interval": 0.001, "minutes": 10}, "6.7 of 10 minutes are used"),
+        ({"blocks": None, "until_interval": 0.1, "minutes": 10}, ""),
+        ({"blocks": None, "until_interval": 0.001, "minutes": 7.2}, ""),
+    ],
+)
 def test_an_unfinished_measurement_is_named(square, plan, words):
     comparison = replace(square, plan=structs.replace(square.plan, **plan))
     told = "\n".join(dict(notices(comparison)).get(WARNINGS, []))

@@ -510,9 +510,11 @@ def contents(draw: st.DrawFn) -> bytes:
 
 
 @settings(
-    derandomize=True, deadline=None, max_examples=100,
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+)
 @given(content=contents())
 @pytest.mark.filterwarnings("ignore")  # Pillow's
 def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> None:
@@ -801,9 +803,15 @@ def test_steps_that_are_left_out_are_not_made() -> None:
 
 @quick
 @given(
-    st.integers(1, 150), st.integers(1, 9), small, st.integers(1, 3), st.integers(0, 3),
-    st.integers(1, 40) | st.none(), st.lists(st.integers(1, 99), max_size=6), st.data(),
-)  # fmt: skip
+    st.integers(1, 150),
+    st.integers(1, 9),
+    small,
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 40) | st.none(),
+    st.lists(st.integers(1, 99), max_size=6),
+    st.data(),
+)
 def test_a_run_leaves_out_the_same_images_and_ends_at_the_same_step_however_often_it_is_resumed(
     count: int,
     batch: int,
@@ -933,39 +941,60 @@ QUARTER = 0.5 * (1 + math.cos(math.pi / 4))
 RATES: dict[str, tuple[Config, dict[str, Any], dict[float, float]]] = {
     **{
         f"gradual warm-up, from one worker's rate, {config.lr_scheduler}": (
-            config, {}, {0: 0.1, 2.5: 0.45, 5 * JUST_BELOW: 0.8, 5: 0.8}
+            config,
+            {},
+            {0: 0.1, 2.5: 0.45, 5 * JUST_BELOW: 0.8, 5: 0.8},
         )
         for config in (STEP, COSINE)
     },
     "linear warm-up, from near zero": (
-        STEP, {"warmup_method": "linear"}, {0: 0.008, 2.5: 0.404, 5: 0.8}
+        STEP,
+        {"warmup_method": "linear"},
+        {0: 0.008, 2.5: 0.404, 5: 0.8},
     ),
     "none": (STEP, {"warmup_epochs": 0.0}, {0: 0.8}),
     "steps": (
-        STEP, {},
+        STEP,
+        {},
         {
-            30 * JUST_BELOW: 0.8, 30: 0.08, 60 * JUST_BELOW: 0.08, 60: 0.008,
-            80 * JUST_BELOW: 0.008, 80: 0.0008, 90: 0.0008,
+            30 * JUST_BELOW: 0.8,
+            30: 0.08,
+            60 * JUST_BELOW: 0.08,
+            60: 0.008,
+            80 * JUST_BELOW: 0.008,
+            80: 0.0008,
+            90: 0.0008,
         },
     ),
     # The last batch may pass the end.
-    "cosine": (
-        COSINE, {}, {5: 0.8, 10: 0.01 + 0.79 * QUARTER, 15: 0.405, 25: 0.01, 26: 0.01}
-    ),
+    "cosine": (COSINE, {}, {5: 0.8, 10: 0.01 + 0.79 * QUARTER, 15: 0.405, 25: 0.01, 26: 0.01}),
     "linear": (
-        COSINE, {"lr_scheduler": "linear"}, {5: 0.8, 10: 0.6025, 15: 0.405, 25: 0.01, 26: 0.01}
+        COSINE,
+        {"lr_scheduler": "linear"},
+        {5: 0.8, 10: 0.6025, 15: 0.405, 25: 0.01, 26: 0.01},
     ),
     "a cosine with restarts is several: of the lengths 5, 10 and 5": (
-        COSINE, {"lr_restart_epochs": (10, 20)},
+        COSINE,
+        {"lr_restart_epochs": (10, 20)},
         {
-            5: 0.8, 7.5: 0.405, 10 * JUST_BELOW: 0.01, 10: 0.8, 15: 0.405, 20 * JUST_BELOW: 0.01,
-            20: 0.8, 22.5: 0.405, 25: 0.01, 26: 0.01,
+            5: 0.8,
+            7.5: 0.405,
+            10 * JUST_BELOW: 0.01,
+            10: 0.8,
+            15: 0.405,
+            20 * JUST_BELOW: 0.01,
+            20: 0.8,
+            22.5: 0.405,
+            25: 0.01,
+            26: 0.01,
         },
     ),
     "warm-up to the end": (
-        COSINE, {"warmup_epochs": 25.0}, {25 * JUST_BELOW: 0.8, 25: 0.8}  # no time is left
+        COSINE,
+        {"warmup_epochs": 25.0},
+        {25 * JUST_BELOW: 0.8, 25: 0.8},  # no time is left
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", RATES)

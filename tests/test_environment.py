@@ -31,9 +31,13 @@ from recipe.settings.flags import FLAGS, RunFlags
 from recipe.training.model import build_model
 
 CONFIG = a_config(
-    data="synthetic", synthetic_images=40, arch="squeezenet1_1",
-    train_crop_size=32, val_crop_size=32, val_resize_size=32,
-)  # fmt: skip
+    data="synthetic",
+    synthetic_images=40,
+    arch="squeezenet1_1",
+    train_crop_size=32,
+    val_crop_size=32,
+    val_resize_size=32,
+)
 
 
 def print_of(config: Config = CONFIG, size: int = 2, rank: int = 0, threads: int = 1) -> dict:

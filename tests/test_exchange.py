@@ -109,11 +109,18 @@ def test_runs_that_recorded_no_exchange(tmp_path: Path) -> None:
     assert read_exchange(tmp_path) == [], "one worker"
 
 
-@pytest.mark.parametrize("damaged", [
-    '{"elements": {}, "steps": [{}]}', json.dumps({"elements": SIZES}), "[1]", "null", '{"steps"',
-    json.dumps({"elements": SIZES, "steps": [{"backward": 1, "end": "x", "ready": {"fc": 1}}]}),
-    json.dumps({"elements": SIZES, "steps": [{"backward": ZERO, "end": at(90), "ready": {}}]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        '{"elements": {}, "steps": [{}]}',
+        json.dumps({"elements": SIZES}),
+        "[1]",
+        "null",
+        '{"steps"',
+        json.dumps({"elements": SIZES, "steps": [{"backward": 1, "end": "x", "ready": {"fc": 1}}]}),
+        json.dumps({"elements": SIZES, "steps": [{"backward": ZERO, "end": at(90), "ready": {}}]}),
+    ],
+)
 def test_damaged_times_are_one_message(tmp_path: Path, damaged: str) -> None:
     run = a_horovod_run(tmp_path)
     (run / "profile" / "gradients-rank-0.json").write_text(damaged)

@@ -274,15 +274,32 @@ STEPS: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
     ({"precision": "O2", "keep_batchnorm_fp32": False}, (6, 85, 56, 22), "native"),
     ({"precision": "O3"}, (6, 81, 54, 3), "native"),
     ({"precision": "O3", "keep_batchnorm_fp32": True}, (6, 81, 66, 3), "cudnn"),
-    ({"channels_last": True, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "model_ema": True},
-     (20, 74, 72, 4), "cudnn"),
-    ({"precision": "bf16", "loss": "bce", "optimizer": "adamw", "clip_grad_norm": 1.0},
-     (6, 88, 64, 14), "native"),
-    ({"precision": "fp16", "loss_scale": 128.0, "batches_per_allreduce": 2, "clip_grad_norm": 1.0},
-     (11, 190, 204, 28), "cudnn"),
-    ({"precision": "O2", "optimizer": "adamw", "model_ema": True, "channels_last": True},
-     (7, 81, 79, 35), "cudnn"),
-]  # fmt: skip
+    (
+        {"channels_last": True, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "model_ema": True},
+        (20, 74, 72, 4),
+        "cudnn",
+    ),
+    (
+        {"precision": "bf16", "loss": "bce", "optimizer": "adamw", "clip_grad_norm": 1.0},
+        (6, 88, 64, 14),
+        "native",
+    ),
+    (
+        {
+            "precision": "fp16",
+            "loss_scale": 128.0,
+            "batches_per_allreduce": 2,
+            "clip_grad_norm": 1.0,
+        },
+        (11, 190, 204, 28),
+        "cudnn",
+    ),
+    (
+        {"precision": "O2", "optimizer": "adamw", "model_ema": True, "channels_last": True},
+        (7, 81, 79, 35),
+        "cudnn",
+    ),
+]
 
 
 def names_of(steps: list[Any]) -> list[str]:

@@ -406,7 +406,8 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "images only": ("train/1.jpg train/2.jpg", {}, ["holds no class folders"]),
     "a file": ("train", {}, ["{train}: a file, not a folder.", "unpack it first"]),
     "archives beside": (
-        "ILSVRC2012_img_train.tar", {},
+        "ILSVRC2012_img_train.tar",
+        {},
         ["in it are ILSVRC2012_img_train.tar", "recipe.data.prepare unpack"],
     ),
     "empty classes": (
@@ -470,7 +471,7 @@ TREES_REFUSED: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {"train/a/2.jpg": "{root}/2.jpg"},
         ["{train}/a/2.jpg: is not a regular file"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tree", TREES_REFUSED)

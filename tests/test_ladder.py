@@ -62,13 +62,14 @@ RUNGS = {
     "fsdp": Rung(is_exact=False),
     "model_parallel": Rung(),
     "pipeline": Rung(
-        MICRO_BATCHES, workers=0,
+        MICRO_BATCHES,
+        workers=0,
         to_learn="--batch-size 10 --batches-per-allreduce 4 --base-lr 0.0025",
     ),
     "parameter_server": Rung(f"--synchronous {FEW}", 3),
     "ddp_with_rpc": Rung(ranks=3),
     "rpc_pipeline": Rung(RESNET, workers=0),
-}  # fmt: skip
+}
 RPC = ("parameter_server", "ddp_with_rpc", "rpc_pipeline")
 OFTEN = ("zero_optimizer", "fsdp")  # what make test tries
 

@@ -25,9 +25,16 @@ def test_make_runs_both_halves(command: str, marks: str) -> None:
 
 @pytest.mark.parametrize(
     ("unit", "launch", "is_good"),
-    [(0, "exit 0", True), (0, "exit 5", True), (5, "exit 0", True), (5, "exit 5", False),
-     (1, "exit 0", False), (0, "exit 1", False), (2, "exec sleep 900", False)],
-)  # fmt: skip
+    [
+        (0, "exit 0", True),
+        (0, "exit 5", True),
+        (5, "exit 0", True),
+        (5, "exit 5", False),
+        (1, "exit 0", False),
+        (0, "exit 1", False),
+        (2, "exec sleep 900", False),
+    ],
+)
 def test_it_fails_if_a_test_does_or_if_none_is_selected(
     unit: int, launch: str, is_good: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

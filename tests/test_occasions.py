@@ -26,11 +26,14 @@ def an_estimate(log: float, error: float) -> Estimate:
 # By hand, with errors of 0.01: the variance between is that of the logarithms less 0.01 ** 2, and
 # the error is the sd of the logarithms, or 0.01 if that is larger, over the root of their number.
 # Student's quantiles: 4.303 with 2, 12.706 with 1 degree of freedom.
-@pytest.mark.parametrize(("logs", "mean", "spread", "half"), [
-    ([0.06, 0.10, 0.14], 0.10, math.sqrt(0.0015), 4.303 * 0.04 / math.sqrt(3)),
-    ([0.095, 0.100, 0.105], 0.10, 0, 4.303 * 0.01 / math.sqrt(3)),  # closer than their errors
-    ([0.0, 0.1], 0.05, math.sqrt(0.0049), 12.706 * 0.05),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("logs", "mean", "spread", "half"),
+    [
+        ([0.06, 0.10, 0.14], 0.10, math.sqrt(0.0015), 4.303 * 0.04 / math.sqrt(3)),
+        ([0.095, 0.100, 0.105], 0.10, 0, 4.303 * 0.01 / math.sqrt(3)),  # closer than their errors
+        ([0.0, 0.1], 0.05, math.sqrt(0.0049), 12.706 * 0.05),
+    ],
+)
 def test_occasions_are_pooled_as_by_hand(logs, mean, spread, half):
     pooled, between = pool([an_estimate(log, 0.01) for log in logs])
     assert math.log(pooled.ratio) == pytest.approx(mean)
@@ -89,14 +92,17 @@ def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path)
     assert json.loads(as_json(reports))["occasions"] == []
 
 
-@pytest.mark.parametrize(("name", "values", "is_other"), [
-    ("optimizer", ("sgd", "not recorded"), False),  # older versions had no other
-    ("optimizer", ("lars", "not recorded"), True),
-    ("optimizer", ("not recorded", "not recorded"), False),
-    ("preset", ("digits", "digits-resnet18"), False),  # what it sets is compared by itself
-    ("batch_size", ("32", "64"), True),
-    ("measured by", ("turns", "runs"), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "values", "is_other"),
+    [
+        ("optimizer", ("sgd", "not recorded"), False),  # older versions had no other
+        ("optimizer", ("lars", "not recorded"), True),
+        ("optimizer", ("not recorded", "not recorded"), False),
+        ("preset", ("digits", "digits-resnet18"), False),  # what it sets is compared by itself
+        ("batch_size", ("32", "64"), True),
+        ("measured by", ("turns", "runs"), True),
+    ],
+)
 def test_what_makes_another_question(name, values, is_other):
     assert asks_other(name, values) is is_other
 
@@ -127,9 +133,13 @@ def test_a_copy_is_no_further_occasion(tmp_path, refusal):
             assert f"{one} and {copy} are the same comparison" in told
 
 
-@pytest.mark.parametrize(("fields", "is_other"), [
-    (("data", "knobs", "cache_dir"), False), (("train_dir",), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "is_other"),
+    [
+        (("data", "knobs", "cache_dir"), False),
+        (("train_dir",), True),
+    ],
+)
 def test_what_is_kept_asks_the_same_as_what_is_not(tmp_path, monkeypatch, fields, is_other):
     """keep.py has replaced the paths of the home directory and of the project."""
     monkeypatch.setenv("HOME", str(tmp_path))

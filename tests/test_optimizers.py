@@ -47,9 +47,7 @@ from recipe.training.state import (
     working_copy,
 )
 
-OPTIMIZERS = [
-    "sgd", "adamw", *(pytest.param(name, marks=needs_timm) for name in ("lars", "lamb"))
-]  # fmt: skip
+OPTIMIZERS = ["sgd", "adamw", *(pytest.param(name, marks=needs_timm) for name in ("lars", "lamb"))]
 DATA = Data(None, None, num_train=100, num_val=8, num_classes=3)
 GPU = torch.device("cuda", 0)
 
@@ -92,21 +90,24 @@ def test_each_engines_is_the_same(name: Any, precision: Any) -> None:
     ("name", "settings", "words"),
     [
         (
-            "goyal-90", {"batch_size": 208, "base_lr": 0.08125},
+            "goyal-90",
+            {"batch_size": 208, "base_lr": 0.08125},
             "learning rate 0.65 (--base-lr 0.08125 x 8) after 5 epoch(s) of gradual-256 warm-up, "
             "x 0.1 at epoch(s) 30 60 80; 90 epoch(s)",
         ),
         (
-            "goyal-90", {"epochs": 20, "warmup_epochs": 0.0},
+            "goyal-90",
+            {"epochs": 20, "warmup_epochs": 0.0},
             "learning rate 0.1 (--base-lr 0.0125 x 8), constant; 20 epoch(s)",
         ),
         (
-            "digits", {"lr_min": 1e-6, "lr_restart_epochs": (2,)},
+            "digits",
+            {"lr_min": 1e-6, "lr_restart_epochs": (2,)},
             "learning rate 0.04 (--base-lr 0.005 x 8) after 1 epoch(s) of gradual warm-up, cosine "
             "down to 1e-06, again from epoch 2; 4 epoch(s)",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_learning_rate_in_words(name: str, settings: dict[str, Any], words: str) -> None:
     assert schedule_in_words(replace(preset(name), **settings), scale=8) == words
 

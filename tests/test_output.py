@@ -44,9 +44,15 @@ subprocess.run(["sh", "-c", "echo child; echo child >&2; cat"], stdout=None)
 file.write("done")
 """
 STREAMS = [
-    "2>&1 | head -c 10", "2>&1 >/dev/null | head -c 10", "| true", ">/dev/full 2>&1", ">&-", "2>&-",
-    "<&-", ">&- 2>&- <&-",
-]  # fmt: skip
+    "2>&1 | head -c 10",
+    "2>&1 >/dev/null | head -c 10",
+    "| true",
+    ">/dev/full 2>&1",
+    ">&-",
+    "2>&-",
+    "<&-",
+    ">&- 2>&- <&-",
+]
 
 
 def piped(words: str, *, locale: str = "") -> subprocess.CompletedProcess[str]:

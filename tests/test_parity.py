@@ -21,10 +21,17 @@ BUFFER = "buffer/bn1.running_mean"
 LAYERS = ("conv1.weight", "bn1.weight", "fc.weight")
 STEPS, RANKS = (1, 2, 3, 4), (0, 1)
 LINE = {
-    "kind": "step", "time_utc": "2026-11-21T12:00:00Z", "epoch": 0, "samples_seen": 8,
-    "top1": 50.0, "top5": 90.0, "learning_rate": 0.1, "seconds": 1.0, "data_seconds": 0.1,
+    "kind": "step",
+    "time_utc": "2026-11-21T12:00:00Z",
+    "epoch": 0,
+    "samples_seen": 8,
+    "top1": 50.0,
+    "top5": 90.0,
+    "learning_rate": 0.1,
+    "seconds": 1.0,
+    "data_seconds": 0.1,
     "images_per_second": 8.0,
-}  # fmt: skip
+}
 # Any change to a trace: (step, rank, name) -> function of the array.
 Changes = dict[tuple[int, int, str], Any]
 
@@ -178,29 +185,69 @@ WITHIN = "within the tolerance"
     [
         ({}, "", "bit-equal", None, ""),
         (SEVERAL, "", "diverged", ("gradient", 3, "bn1.weight", [1], 5), "gradient 3 backward"),
-        ({(2, rank, "gradient/bn1.weight"): up(1) for rank in RANKS}, "", "diverged",
-         ("gradient", 2, "bn1.weight", [0, 1], 1), "gradient 2 backward"),
-        ({(3, 1, "loss"): up(1, ()), **LATER}, "", "diverged", ("loss", 3, "", [1], 1),
-         "loss 3 data"),
-        ({(3, 1, "weight/fc.weight"): up(1), **LATER}, "", "diverged",
-         ("weight", 3, "fc.weight", [1], 1), "weight 3 optimizer"),
-        ({(3, 1, BUFFER): up(1, (0,))}, "", "diverged", ("buffer", 3, BUFFER[7:], [1], 1),
-         "buffer 3 BatchNorm"),
+        (
+            {(2, rank, "gradient/bn1.weight"): up(1) for rank in RANKS},
+            "",
+            "diverged",
+            ("gradient", 2, "bn1.weight", [0, 1], 1),
+            "gradient 2 backward",
+        ),
+        (
+            {(3, 1, "loss"): up(1, ()), **LATER},
+            "",
+            "diverged",
+            ("loss", 3, "", [1], 1),
+            "loss 3 data",
+        ),
+        (
+            {(3, 1, "weight/fc.weight"): up(1), **LATER},
+            "",
+            "diverged",
+            ("weight", 3, "fc.weight", [1], 1),
+            "weight 3 optimizer",
+        ),
+        (
+            {(3, 1, BUFFER): up(1, (0,))},
+            "",
+            "diverged",
+            ("buffer", 3, BUFFER[7:], [1], 1),
+            "buffer 3 BatchNorm",
+        ),
         # Buffers never feed back into training: the loss has another cause.
-        ({(3, 1, BUFFER): up(1, (0,)), **LATER}, "", "diverged", ("buffer", 3, BUFFER[7:], [1], 1),
-         "loss 4 data"),
+        (
+            {(3, 1, BUFFER): up(1, (0,)), **LATER},
+            "",
+            "diverged",
+            ("buffer", 3, BUFFER[7:], [1], 1),
+            "loss 4 data",
+        ),
         # Within either tolerance is within; the hint still says what differed first.
         (NEAR, "--max-ulps 40", WITHIN, None, "gradient 2 backward"),
         (NEAR, "--max-ulps 39", "diverged", ("weight", 3, "fc.weight", [0], 40), "gradient 2 back"),
         (NEAR, "--relative 1e-4", WITHIN, None, "gradient 2 backward"),
-        (NEAR, "--relative 1e-9 --max-ulps 4", "diverged", ("weight", 3, "fc.weight", [0], 40),
-         "gradient 2 backward"),
-        ({(2, 1, "gradient/fc.weight"): put(math.nan)}, INFINITE, "diverged",
-         ("gradient", 2, "fc.weight", [1], None), "gradient 2 backward"),
-        ({(2, 1, "gradient/fc.weight"): put(math.inf)}, INFINITE, "diverged",
-         ("gradient", 2, "fc.weight", [1], None), "gradient 2 backward"),
+        (
+            NEAR,
+            "--relative 1e-9 --max-ulps 4",
+            "diverged",
+            ("weight", 3, "fc.weight", [0], 40),
+            "gradient 2 backward",
+        ),
+        (
+            {(2, 1, "gradient/fc.weight"): put(math.nan)},
+            INFINITE,
+            "diverged",
+            ("gradient", 2, "fc.weight", [1], None),
+            "gradient 2 backward",
+        ),
+        (
+            {(2, 1, "gradient/fc.weight"): put(math.inf)},
+            INFINITE,
+            "diverged",
+            ("gradient", 2, "fc.weight", [1], None),
+            "gradient 2 backward",
+        ),
     ],
-)  # fmt: skip
+)
 def test_verdict_first_divergence_and_hint(compare, changes, flags, verdict, first, hint):
     code, text, record = compare({}, {"changes": changes}, *flags.split())
     assert (code, record["verdict"]) == (verdict == "diverged", verdict)
@@ -253,9 +300,17 @@ def test_another_model_is_one_message(tmp_path, refusal, change):
     assert told in refusal(main, [str(tmp_path / "A"), str(tmp_path / "B")])
 
 
-@pytest.mark.parametrize("text", [
-    "", "[]", "[" * 2000, '{"steps": 1}', '{"fingerprint": []}', '{"fingerprint": "x"}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 2000,
+        '{"steps": 1}',
+        '{"fingerprint": []}',
+        '{"fingerprint": "x"}',
+    ],
+)
 def test_a_damaged_summary_is_one_message(tmp_path, refusal, text):
     for name in ("A", "B"):
         make_run(tmp_path / name)

@@ -39,9 +39,12 @@ from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS
 
 PHASES = {
-    "data_seconds": 0.001, "forward_seconds": 0.1, "backward_seconds": 0.2,
-    "optimizer_seconds": 0.01, "other_seconds": 0.002,
-}  # fmt: skip
+    "data_seconds": 0.001,
+    "forward_seconds": 0.1,
+    "backward_seconds": 0.2,
+    "optimizer_seconds": 0.01,
+    "other_seconds": 0.002,
+}
 
 
 def inputs_of(sizes: list[float] | None = None, **changes) -> Inputs:

@@ -66,9 +66,23 @@ VARIANTS = {
     "bf16": "--precision bf16 --max-steps 20",
 }
 (
-    FP32, BUCKETS, WIRE, SCALING, MANY, ADAMW, LARS, LAMB, TIMM, SYNC, O2, O3, RECIPES, GROWING,
-    GROWING_ALONE, BF16,
-) = VARIANTS  # fmt: skip
+    FP32,
+    BUCKETS,
+    WIRE,
+    SCALING,
+    MANY,
+    ADAMW,
+    LARS,
+    LAMB,
+    TIMM,
+    SYNC,
+    O2,
+    O3,
+    RECIPES,
+    GROWING,
+    GROWING_ALONE,
+    BF16,
+) = VARIANTS
 # All at once, over the end of an epoch, in few steps: what one does differently, the other does
 # not hide.
 VARIANTS[ALL := "all at once"] = (

@@ -13,10 +13,17 @@ FOLDERS = ("recipe", "ddp_train", "horovod_train", "baselines", "compare", "benc
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 # Functions, of whatever module, that unpickle what other ranks send.
 OBJECTS = {
-    "all_gather_object", "allgather_object", "broadcast_object", "broadcast_object_list",
-    "broadcast_optimizer_state", "consolidate_state_dict", "gather_object", "init_rpc",
-    "recv_object_list", "scatter_object_list",
-}  # fmt: skip
+    "all_gather_object",
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_object_list",
+    "broadcast_optimizer_state",
+    "consolidate_state_dict",
+    "gather_object",
+    "init_rpc",
+    "recv_object_list",
+    "scatter_object_list",
+}
 # Those that do unless they are told not to.
 READERS = {"torch.load", "load_state_dict_from_url", "published.get_state_dict"}
 ALLOWED = {

@@ -164,19 +164,34 @@ def test_a_horovod_for_gpus_without_nccl_is_warned_of(engine: Any, capsys: Any) 
 @pytest.mark.parametrize(
     ("wanted", "launcher", "horovod", "device", "said"),
     [
-        ("auto", "horovodrun", {"enabled": "gloo", "adasum": True}, CPU,
-         "--use-adasum: needs MPI, not Gloo: start it with horovodr"),
+        (
+            "auto",
+            "horovodrun",
+            {"enabled": "gloo", "adasum": True},
+            CPU,
+            "--use-adasum: needs MPI, not Gloo: start it with horovodr",
+        ),
         ("mpi", "horovodrun", {}, CPU, "horovodrun over Gloo .* mpirun or horovodrun --mpi$"),
         ("mpi", "mpirun", {"built": "gloo"}, CPU, "was built without it; build it again"),
         ("mpi", "mpirun", {"enabled": "mpi", "nccl": True}, GPU, "by NCCL; use nccl, or add --no"),
         ("nccl", "mpirun", {"enabled": "mpi"}, GPU, "has no NCCL: make setup NCCL=1"),
         ("auto", "mpirun", {"enabled": "mpi"}, GPU, "was built for CPUs: .* setup NCCL=1, or add"),
-        ("mpi", "mpirun", {"enabled": "gloo mpi", "HOROVOD_CPU_OPERATIONS": "gloo"}, CPU,
-         "mpi: HOROVOD_CPU_OPERATIONS says otherwise; unset it"),
-        ("auto", "mpirun", {"enabled": "mpi", "nccl": True, "half": True}, GPU,
-         "no fp16 statistics; add --keep-batchnorm-fp32 True"),
+        (
+            "mpi",
+            "mpirun",
+            {"enabled": "gloo mpi", "HOROVOD_CPU_OPERATIONS": "gloo"},
+            CPU,
+            "mpi: HOROVOD_CPU_OPERATIONS says otherwise; unset it",
+        ),
+        (
+            "auto",
+            "mpirun",
+            {"enabled": "mpi", "nccl": True, "half": True},
+            GPU,
+            "no fp16 statistics; add --keep-batchnorm-fp32 True",
+        ),
     ],
-)  # fmt: skip
+)
 def test_transport_of_horovod_is_refused(
     wanted: str,
     launcher: str,

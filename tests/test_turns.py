@@ -585,14 +585,18 @@ def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path
         measure(structs.replace(IN_BLOCKS, blocks=5), tmp_path)
 
 
-@pytest.mark.parametrize(("planned", "then", "told"), [
-    ({}, {"blocks": 4}, "4 blocks"), ({}, {"blocks": 20}, "20 blocks"),
-    ({}, {"minutes": 4}, r"\+-1.5% or 4 minutes"),
-    ({}, {"until_interval": 0.2}, r"\+-20% or 10 minutes"),
-    ({}, {"minutes": 20, "until_interval": 0.02}, r"\+-2% or 20 minutes"),
-    ({"blocks": 9}, {"blocks": 4}, "4 blocks"),
-    ({"blocks": 9}, {"blocks": None, "minutes": 20}, r"\+-1.5% or 20 minutes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("planned", "then", "told"),
+    [
+        ({}, {"blocks": 4}, "4 blocks"),
+        ({}, {"blocks": 20}, "20 blocks"),
+        ({}, {"minutes": 4}, r"\+-1.5% or 4 minutes"),
+        ({}, {"until_interval": 0.2}, r"\+-20% or 10 minutes"),
+        ({}, {"minutes": 20, "until_interval": 0.02}, r"\+-2% or 20 minutes"),
+        ({"blocks": 9}, {"blocks": 4}, "4 blocks"),
+        ({"blocks": 9}, {"blocks": None, "minutes": 20}, r"\+-1.5% or 20 minutes"),
+    ],
+)
 def test_whoever_stops_when_pleased_decides_nothing(planned, then, told, bench, tmp_path):
     """An end that may come before the plan's is refused until that one is reached."""
     plan, bench.scatter = structs.replace(IN_BLOCKS, **planned), 0.1
@@ -648,14 +652,20 @@ def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, benc
     assert bench.orders[0] != bench.orders[1] == bench.orders[2]
 
 
-@pytest.mark.parametrize(("gpus", "words", "plan", "workers"), [
-    (0, [], "square", None), (0, ["--workers", "4"], "square", ("4",)),
-    (1, [], "square-nccl", ("1",)), (8, [], "square-nccl", ("2",)),
-    (8, ["--", "--no-cuda"], "square", None), (0, ["--null"], None, None),
-    (0, ["wire-format"], "wire-format", None),
-    (0, ["--hosts", "a:2,b:2"], None, None),
-    (0, ["--configurations", "ddp-torchrun"], None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "words", "plan", "workers"),
+    [
+        (0, [], "square", None),
+        (0, ["--workers", "4"], "square", ("4",)),
+        (1, [], "square-nccl", ("1",)),
+        (8, [], "square-nccl", ("2",)),
+        (8, ["--", "--no-cuda"], "square", None),
+        (0, ["--null"], None, None),
+        (0, ["wire-format"], "wire-format", None),
+        (0, ["--hosts", "a:2,b:2"], None, None),
+        (0, ["--configurations", "ddp-torchrun"], None, None),
+    ],
+)
 def test_without_a_plan_the_engines_are_compared_over_each_transport(
     gpus, words, plan, workers, monkeypatch
 ):

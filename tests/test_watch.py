@@ -511,20 +511,31 @@ def test_the_innermost_launcher_decides(places: str, above: list[list[str]], rig
 @pytest.mark.parametrize(
     ("variables", "code", "said"),
     [
-        ("RANK=abc WORLD_SIZE=2 LOCAL_RANK=0", 2, "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0: these do "
-         "not describe a rank of a job; unset or correct them\n"),
+        (
+            "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0",
+            2,
+            "RANK=abc WORLD_SIZE=2 LOCAL_RANK=0: these do "
+            "not describe a rank of a job; unset or correct them\n",
+        ),
         ("PMI_RANK=2 PMI_SIZE=2", 2, "PMI_RANK=2 PMI_SIZE=2: these do not describe a rank .*\n"),
-        ("RANK=0 WORLD_SIZE=1 MASTER_PORT=29500 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", 2,
-         "RANK=0 WORLD_SIZE=1 MASTER_PORT=29500: left over from another job, since mpirun started "
-         "this process as rank 0 of 2; unset them\n"),
+        (
+            "RANK=0 WORLD_SIZE=1 MASTER_PORT=29500 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2",
+            2,
+            "RANK=0 WORLD_SIZE=1 MASTER_PORT=29500: left over from another job, since mpirun "
+            "started this process as rank 0 of 2; unset them\n",
+        ),
         ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4", 2, ".*: these do not describe a rank .*\n"),
-        ("WORLD_SIZE=2", 2, "WORLD_SIZE=2: RANK is not set, so this process would train alone; "
-         "start it with a launcher, which sets both, or unset WORLD_SIZE\n"),
+        (
+            "WORLD_SIZE=2",
+            2,
+            "WORLD_SIZE=2: RANK is not set, so this process would train alone; "
+            "start it with a launcher, which sets both, or unset WORLD_SIZE\n",
+        ),
         ("WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", 0, ""),  # a script's own
         ("RANK= WORLD_SIZE=", 0, ""),
         ("RANK=0 WORLD_SIZE=1", 0, ""),
     ],
-)  # fmt: skip
+)
 def test_variables_of_another_job_are_refused(variables: str, code: int, said: str) -> None:
     named = {name for one in world.LAUNCHERS.values() for name in (*one.variables, *one.job)}
     environ = {name: value for name, value in os.environ.items() if name not in named}

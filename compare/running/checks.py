@@ -257,7 +257,7 @@ def check_host(data: Path | None = None) -> list[Finding]:
         check_gpu_state(),
         check_horovod(),
         make_finding(
-            "no MPI",
+            "MPI",
             mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
             mpi or "there is no mpirun on the PATH",
             "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4"

@@ -67,9 +67,7 @@ GLOO, HOROVODRUN = ("horovodrun --gloo", "horovod"), ("horovodrun --mpi", "horov
 MPIRUN = ("mpirun", "horovod")
 PASSES_ON = ("torchrun --signals-to-handle", "ddp")  # SIGUSR1, as mpirun does
 # They start all ranks anew when one is lost.
-RESTARTS = [
-    ("torchrun --max-restarts", "ddp"), ("horovodrun --host-discovery-script", "horovod")
-]  # fmt: skip
+RESTARTS = [("torchrun --max-restarts", "ddp"), ("horovodrun --host-discovery-script", "horovod")]
 BETWEEN_HOSTS = [DDP, ("mpirun", "ddp"), GLOO, MPIRUN]
 # One rank on each of two hosts.
 ON_HOSTS = {
@@ -548,33 +546,53 @@ SCENARIOS = {
         said=KILLED, trials=2, shim=on_rank("recipe.training.metrics", DIES)
     ),
     "kill-in-write": Scenario(
-        send(signal.SIGKILL, when=Trial.wait_for_write), KILLED, trials=2,
+        send(signal.SIGKILL, when=Trial.wait_for_write),
+        KILLED,
+        trials=2,
         shim=everywhere(SLOW_DISK),
     ),
     "restart": Scenario(send(signal.SIGKILL), starts=RESTARTS, trials=50, heals=True),
     # Steps of 0.2 s; what survivors keep in memory counts, not a checkpoint each 10 s.
     "kill-often": Scenario(
-        kill_often, starts=RESTARTS, trials=1, flags="--checkpoint-steps 50", heals=True,
-        shim=on_rank("recipe.training.model", SLOW, every=True), training=LONG, limit_s=900,
+        kill_often,
+        starts=RESTARTS,
+        trials=1,
+        flags="--checkpoint-steps 50",
+        heals=True,
+        shim=on_rank("recipe.training.model", SLOW, every=True),
+        training=LONG,
+        limit_s=900,
     ),
     "own-error": Scenario(
         said="(?s)Traceback .*: ncclSystemError: No space left on device",
-        starts=[("torchrun --max-restarts 1", "ddp"), RESTARTS[1]], trials=2,
+        starts=[("torchrun --max-restarts 1", "ddp"), RESTARTS[1]],
+        trials=2,
         shim=on_rank("recipe.session", CANNOT_EXCHANGE, every=True),
     ),
     "crash-at-end": Scenario(
         starts=RESTARTS, trials=2, shim=on_rank("recipe.session", DIES_AT_END), heals=None
     ),
     "kill-in-last-write": Scenario(
-        send(signal.SIGKILL, to="rank 0", when=Trial.wait_for_last_write), starts=RESTARTS,
-        trials=2, shim=everywhere(SLOW_DISK), heals=True,
+        send(signal.SIGKILL, to="rank 0", when=Trial.wait_for_last_write),
+        starts=RESTARTS,
+        trials=2,
+        shim=everywhere(SLOW_DISK),
+        heals=True,
     ),
     "kill-in-long-forward": Scenario(
-        kill_in_long_forward, starts=RESTARTS, trials=2, heals=True,
+        kill_in_long_forward,
+        starts=RESTARTS,
+        trials=2,
+        heals=True,
         shim=on_rank("recipe.training.metrics", LONG_FORWARD, every=True),
     ),
     "lose-torchrun": Scenario(
-        lose_torchrun, said="Traceback", starts=[PAIR], trials=2, heals=True, loses_ranks=True,
+        lose_torchrun,
+        said="Traceback",
+        starts=[PAIR],
+        trials=2,
+        heals=True,
+        loses_ranks=True,
         shim=lambda trial: {"GLOO_SOCKET_IFNAME": "lo"},
     ),
     "signal-rank": Scenario(send(TERM, INT, HUP, USR1), saves=True, shim=SLOWLY),
@@ -585,38 +603,43 @@ SCENARIOS = {
         send(USR1, to="the launcher"), starts=[DDP_MPI, MPIRUN, PASSES_ON], saves=True, shim=SLOWLY
     ),
     "end-mpirun": Scenario(
-        send(TERM, INT, to="the launcher"), starts=[DDP_MPI, MPIRUN], saves=True, code=1,
+        send(TERM, INT, to="the launcher"),
+        starts=[DDP_MPI, MPIRUN],
+        saves=True,
+        code=1,
         shim=lambda trial: SLOWLY(trial) | PATIENT,
     ),
     # Nothing has to be said: at the second one mpirun kills ranks that have not heard of the first.
     "signal-twice": Scenario(
-        send(TERM, to="the launcher", when=Trial.wait_for_write, times=2), trials=2,
+        send(TERM, to="the launcher", when=Trial.wait_for_write, times=2),
+        trials=2,
         shim=everywhere(SLOW_DISK),
     ),
     "stop-rank": Scenario(
         send(signal.SIGSTOP), r"no batch for 10 s .*rank \d on .*stopped", trials=4, flags=FROZEN
     ),
-    "disk-full": Scenario(
-        fill_disk, "No space left on device", trials=2, disk_mb=32
-    ),
-    "read-errors": Scenario(
-        trials=2, heals=True, shim=everywhere(READ_ERRORS, times=2, error=116)
-    ),
+    "disk-full": Scenario(fill_disk, "No space left on device", trials=2, disk_mb=32),
+    "read-errors": Scenario(trials=2, heals=True, shim=everywhere(READ_ERRORS, times=2, error=116)),
     "unreadable": Scenario(
         said="77.jpg: cannot be read", trials=1, shim=everywhere(READ_ERRORS, times=99, error=5)
     ),
     "flipped-bit": Scenario(
         said=r"the ranks hold different weights in \S+: .* on rank [01]",
-        trials=2, flags="--checkpoint-steps 20 --weight-check-steps 10",
+        trials=2,
+        flags="--checkpoint-steps 20 --weight-check-steps 10",
         shim=on_rank("recipe.training.model", FLIPS),
     ),
     "slow-link": Scenario(slow_link, starts=BETWEEN_HOSTS, trials=2, heals=True, on_hosts=True),
     "cut-link": Scenario(
-        cut_link, "no batch for 10 s|lost communication with a remote daemon",
-        BETWEEN_HOSTS, trials=5, flags=FROZEN,
-        shim=lambda trial: ATTENTIVE, on_hosts=True,
+        cut_link,
+        "no batch for 10 s|lost communication with a remote daemon",
+        BETWEEN_HOSTS,
+        trials=5,
+        flags=FROZEN,
+        shim=lambda trial: ATTENTIVE,
+        on_hosts=True,
     ),
-}  # fmt: skip
+}
 
 
 # ---- The campaign ----
