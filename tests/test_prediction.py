@@ -366,7 +366,7 @@ def test_the_docs_show_the_published_scaling_as_it_is_predicted() -> None:
 def test_the_docs_tell_the_errors_of_the_recorded_check_by_turns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = "results/xeon-amx-2-cores/2026-11-27-prediction-by-turns"
+    folder = "results/epyc-2-cores/2026-11-27-prediction-by-turns"
     assert predict.main([str(ROOT / folder)]) == 0
     found = re.search(
         r"Checked here on 8 runs of up to 4 workers .*: off by (\S+)% in the median, (\S+)% at "
@@ -385,7 +385,7 @@ def test_an_unfinished_comparison_checks_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever may stop where the error pleases finds a model that is right."""
-    folder = "results/xeon-amx-2-cores/2026-11-27-prediction-by-turns"
+    folder = "results/epyc-2-cores/2026-11-27-prediction-by-turns"
     copy = Path(shutil.copytree(ROOT / folder, tmp_path / "check"))
     plan = json.loads((copy / "plan.json").read_text())
     plan |= {"blocks": 3, "ends": [*plan["ends"], {**plan["ends"][0], "blocks": 3}]}

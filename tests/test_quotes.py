@@ -11,9 +11,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -240,6 +240,21 @@ def all_reports() -> list[Report]:
     """Those of all recorded comparisons."""
     found = sorted((ROOT / "results").glob("*/*/plan.json"))
     return [report_of(str(path.parent.relative_to(ROOT / "results"))) for path in found]
+
+
+def test_nothing_that_happens_once_fell_into_the_turns_of_records() -> None:
+    """Outside the phases of its steps a first turn takes what later ones take. One record has its
+    profile there, as docs/prediction.md says."""
+    for report in all_reports():
+        folder = report.comparison.folder
+        seconds = defaultdict[int, list[float]](list)  # of turns, outside phases; by round
+        for block in chain.from_iterable(report.comparison.turns.values()):
+            for turn in block.of("speed"):
+                in_phases = block.steps[turn.side] * sum(turn.phases.values())
+                seconds[turn.round].append(turn.seconds - in_phases)
+        if seconds and folder.name != "2026-11-27-prediction-by-turns":
+            first, *later = (median(seconds[number]) for number in sorted(seconds))
+            assert first <= 2 * max(later), folder
 
 
 def test_the_page_says_how_much_occasions_differed() -> None:

@@ -487,8 +487,8 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
 # Runs a trainer as a side does, and says what a step behind the warm-up loads or opens.
 ONCE = """
 import os, sys
-from recipe.start import Hooks, run_script
 from compare.plan.plan import Plan
+from compare.running import take_turns
 steps, before = 0, set()
 
 def step_ended(*_):
@@ -502,16 +502,20 @@ def step_ended(*_):
     if steps == 25:
         os._exit(0)
 
-run_script(sys.argv[1], sys.argv[2:], Hooks(step_ended), max_steps=None)
+take_turns.step_ended = step_ended
+del sys.argv[0]
+take_turns.train(sys.argv[0])
 """
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("engine", ["ddp", "horovod"])
 def test_nothing_that_happens_once_happens_in_a_turn(engine: str, tmp_path: Path) -> None:
-    """Such as loading TensorBoard for the first record, which takes longer than a step."""
+    """Such as loading TensorBoard for the first record, or writing a profile, which take longer
+    than a step."""
     (tmp_path / "once.py").write_text(ONCE)
     words = [*TRAINERS[engine].split(), *SMALL.split(), "--threads", "1", "--log-dir", tmp_path]
+    words += ["--profile-steps", "8", "--tensor-steps", "9"]
     command = [sys.executable, tmp_path / "once.py", *words]
     output = run(list(map(str, command)), PYTHONPATH=str(ROOT)).checked().output
     assert re.findall("^new:.*", output, re.MULTILINE) == ["new:"] * 20

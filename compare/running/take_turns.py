@@ -436,8 +436,9 @@ def main() -> None:
 def train(path: str) -> None:
     """Run the trainer at this path, and count its steps.
 
-    All steps have a batch of --batch-size. The trainer goes on past --max-steps, and no epoch ends
-    in a turn. Its clocks do not count the time in which it waits.
+    All steps have a batch of --batch-size. The trainer goes on past --max-steps, no epoch ends in a
+    turn, and none is slowed by a profile or a trace. Its clocks do not count the time in which it
+    waits.
 
     stall_timeout=0 also keeps torch from aborting. Its NCCL watchdog looks every 0.1 s, and checks
     the age of an exchange before it checks whether the exchange has ended, which may have been just
@@ -446,7 +447,15 @@ def train(path: str) -> None:
     from recipe.start import Hooks, run_script  # not needed by a user's own scripts
 
     hooks = Hooks(step_ended, exchanges, ENDLESS_IMAGES)
-    run_script(path, None, hooks, max_steps=None, batch_size_warmup_epochs=0, stall_timeout=0)
+    run_script(
+        path,
+        hooks=hooks,
+        max_steps=None,
+        batch_size_warmup_epochs=0,
+        stall_timeout=0,
+        profile_steps=0,
+        tensor_steps=0,
+    )
 
 
 if __name__ == "__main__":
