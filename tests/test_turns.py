@@ -484,18 +484,21 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
         run_block([cheat], plan, tmp_path / "block-2", 2, print)
 
 
-# Runs a trainer as a side does, and says what a step behind the warm-up loads or opens.
+# Runs a trainer as a side does, and says what a step behind the warm-up loads, opens or writes.
 ONCE = """
 import os, sys
+from pathlib import Path
 from compare.plan.plan import Plan
 from compare.running import take_turns
 steps, before = 0, set()
+folder = Path(sys.argv[sys.argv.index("--log-dir") + 1])
 
 def step_ended(*_):
     global steps, before
     steps += 1
     opened = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
     there = {*sys.modules, *(path for path in opened if os.path.exists(path))}
+    there |= set(map(str, folder.rglob("*")))
     if steps > Plan().warm_up_steps:
         print("new:", *sorted(there - before), flush=True)
     before |= there
