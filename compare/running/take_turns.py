@@ -453,8 +453,8 @@ def train(path: str) -> None:
         max_steps=None,
         batch_size_warmup_epochs=0,
         stall_timeout=0,
-        profile_steps=0,
-        tensor_steps=0,
+        profile_steps=None,
+        tensor_steps=None,
     )
 
 
