@@ -36,7 +36,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.data.batches import samples_per_step
+from recipe.data.order import samples_per_step
 from recipe.loop import Rung
 from recipe.training.state import Trainables
 

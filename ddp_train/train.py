@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.buckets import bucket_hook, bucket_sizes, start_timeline, stop_timeline
 from ddp_train.rendezvous import choose_transport, meeting_point, patience
-from recipe.data.batches import open_data, to_device
+from recipe.data.batches import open_data
+from recipe.data.loading import to_device
 from recipe.device import choose_device
 from recipe.ranks import Ranks
 from recipe.record.probes import StepProfiler, write_trace

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from horovod_train.engine import COMPRESSION, check_transport, hvd, prepare, waiting_asleep
-from recipe.data.batches import open_data, to_device
+from recipe.data.batches import open_data
+from recipe.data.loading import to_device
 from recipe.device import choose_device
 from recipe.ranks import Ranks
 from recipe.record.probes import StepProfiler, write_trace

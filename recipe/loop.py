@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from recipe import meeting
-from recipe.data.batches import Data, open_data, to_device
+from recipe.data.batches import Data, open_data
+from recipe.data.loading import to_device
 from recipe.device import choose_device
 from recipe.errors import UserError, refuse
 from recipe.ranks import Ranks

@@ -16,16 +16,9 @@ from msgspec import convert
 from torch import nn
 
 from recipe import errors, rank_forker, watch
-from recipe.data.batches import (
-    Batch,
-    Data,
-    InputMeter,
-    check_replaced,
-    next_step,
-    samples_per_step,
-    training_batches,
-    training_end,
-)
+from recipe.data.batches import Data, training_batches
+from recipe.data.loading import Batch, InputMeter, check_replaced
+from recipe.data.order import next_step, samples_per_step, training_end
 from recipe.device import loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.marks import marks
@@ -161,7 +154,7 @@ class Session:
         self.last_step, self.stop = training_end(
             self.config,
             self.readers,
-            self.data,
+            self.data.num_train,
             self.progress.step,
             self.progress.samples_seen,
             self.left_out,

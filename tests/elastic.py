@@ -27,7 +27,7 @@ def patched(name, *args, **kwargs):
         audit(sys.modules[name].Session)
     return imported
 def audit(kind):
-    from recipe.data.batches import Images
+    from recipe.data.loading import Images
     from recipe.data.images import TrainTransform
     sessions, real_read, real_init = [], Images.__getitems__, kind.__init__
     def init(self, *words, **named):

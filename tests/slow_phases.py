@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-import recipe.data.batches
+import recipe.data.loading
 
 CYCLE = ("data", "forward", "backward", "exchange", "optimizer")
 DELAY_SECONDS = 0.2
@@ -35,7 +35,7 @@ def delayed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return slower
 
 
-recipe.data.batches.to_device = delayed("data", recipe.data.batches.to_device)
+recipe.data.loading.to_device = delayed("data", recipe.data.loading.to_device)
 functional.cross_entropy = delayed("forward", functional.cross_entropy)
 torch.Tensor.backward = delayed("backward", torch.Tensor.backward)  # type: ignore
 torch.optim.SGD.step = delayed("optimizer", torch.optim.SGD.step)  # type: ignore

@@ -13,12 +13,8 @@ from making import CPU, a_world, folder_config, write_images
 from needs import needs_dali, needs_gpu
 from PIL import Image
 
-from recipe.data.batches import (
-    InputMeter,
-    open_data,
-    to_device,
-    training_batches,
-)
+from recipe.data.batches import open_data, training_batches
+from recipe.data.loading import InputMeter, to_device
 from recipe.errors import UserError
 from recipe.settings.config import Config
 

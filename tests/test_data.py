@@ -30,33 +30,32 @@ from needs import needs_gpu, skip_if_missing
 from PIL import Image
 from test_images import encoded, noisy_jpeg, picture
 
-from recipe.data import batches as data_module
+from recipe.data import batches as batches_module
 from recipe.data import images as images_module
+from recipe.data import loading as loading_module
 from recipe.data.batches import (
     SYNTHETIC_CLASSES,
-    Batch,
     Data,
-    InputMeter,
-    Place,
-    Sample,
-    SampleStream,
-    _one_ahead,
-    batch_places,
-    check_replaced,
     data_order_sha256,
     mixed,
-    next_step,
     open_data,
-    permutation,
-    samples_per_step,
-    to_device,
     training_batches,
-    training_end,
     validation_batches,
 )
 from recipe.data.decoding import decode
 from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform
+from recipe.data.loading import Batch, InputMeter, _one_ahead, check_replaced, to_device
+from recipe.data.order import (
+    Place,
+    Sample,
+    SampleStream,
+    batch_places,
+    next_step,
+    permutation,
+    samples_per_step,
+    training_end,
+)
 from recipe.data.prepare import fault_of
 from recipe.errors import BadImage, UserError, sentence
 from recipe.ranks import Ranks
@@ -104,7 +103,7 @@ def test_who_measures_steps_gets_none_of_the_first_epoch(
 ) -> None:
     """In which each file is decoded whole, to look for damage."""
     loaded = Mock(return_value=[])
-    monkeypatch.setattr(data_module, "_loaded", loaded)
+    monkeypatch.setattr(batches_module, "load_batches", loaded)
     data = open_data(folders, epoch_images=1000)
     assert data.num_train == 1000
     read_training(data, folders, 1, 0, 36)
@@ -260,12 +259,12 @@ def test_each_batch_is_copied_while_the_one_before_is_used(
         told.append(f"copies {int(batch[1])}")
         return batch
 
-    data_module._copying_stream.cache_clear()
+    loading_module._copying_stream.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "stream", on := MagicMock())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: told.append("kept"))
-    monkeypatch.setattr(data_module, "to_device", copied)
+    monkeypatch.setattr(loading_module, "to_device", copied)
     batches = [(torch.zeros(1), torch.tensor(number)) for number in (1, 2, 3)]
     for _, label in _one_ahead(batches, folders, CPU):
         told.append(f"step {int(label)}")
@@ -402,7 +401,7 @@ def test_a_worker_says_nothing_of_a_trainer_that_was_killed(
 def test_a_worker_says_what_else_keeps_it_from_handing_over(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    data_module._show_error(OSError, OSError(errno.EMFILE, "Too many open files"), None)
+    loading_module._show_error(OSError, OSError(errno.EMFILE, "Too many open files"), None)
     assert "Too many open files" in capsys.readouterr().err
 
 
@@ -765,10 +764,6 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 # ---- batches that grow from epoch to epoch ----
 
 
-def images(count: int) -> Data:
-    return Data(None, None, num_train=count, num_val=1, num_classes=2)
-
-
 @pytest.mark.parametrize(
     ("batch_size", "warmup", "expected"),
     [
@@ -837,7 +832,7 @@ def test_a_run_leaves_out_the_same_images_and_ends_at_the_same_step_however_ofte
         """Return where each step begins, and where training ends."""
         world = a_world(0, size)
         position = next_step(config, world, count, position, left_out)
-        last_step, stop = training_end(config, world, images(count), step, position, left_out)
+        last_step, stop = training_end(config, world, count, step, position, left_out)
         places = list(batch_places(config, world, count, position, stop, left_out))
         starts = [place.position for place in places[::passes]]
         assert len(starts) == last_step - step
@@ -869,18 +864,18 @@ def test_a_resumed_run_goes_on_exactly(
         batch_size=batch, batches_per_allreduce=passes, batch_size_warmup_epochs=warmup, epochs=5
     )
     world = a_world(0, size)
-    last_step, stop = training_end(config, world, images(count), 0, 0)
+    last_step, stop = training_end(config, world, count, 0, 0)
     whole = places_of(config, size, count, 0, stop)
     starts = [place.position for place in whole[::passes]]
     assert len(starts) == last_step and starts[-1] < 5 * count <= stop
     for start, end in pairwise([*starts, stop]):
         assert end - start == samples_per_step(config, world, start // count)
     step = drawn.draw(st.integers(0, last_step - 1))
-    assert training_end(config, world, images(count), step, starts[step]) == (last_step, stop)
+    assert training_end(config, world, count, step, starts[step]) == (last_step, stop)
     assert places_of(config, size, count, starts[step], stop) == whole[step * passes :]
 
     other = drawn.draw(small)
-    _, end = training_end(config, a_world(0, other), images(count), step, starts[step])
+    _, end = training_end(config, a_world(0, other), count, step, starts[step])
     stream, seen = SampleStream(count, 7), list[Sample]()
     for places, ranks in (
         (whole[: step * passes], size),
@@ -906,9 +901,9 @@ def test_a_resumed_run_goes_on_exactly(
 def test_training_ends(max_steps: int | None, step: int, seen: int, end: tuple[int, int]) -> None:
     """What is only evaluated has ended."""
     config = a_config(batch_size=8, batch_size_warmup_epochs=1, epochs=3, max_steps=max_steps)
-    assert training_end(config, a_world(), images(20), step, seen) == end
+    assert training_end(config, a_world(), 20, step, seen) == end
     evaluation = replace(config, evaluate=True)
-    assert training_end(evaluation, a_world(), images(20), step, seen) == (step, seen)
+    assert training_end(evaluation, a_world(), 20, step, seen) == (step, seen)
 
 
 def test_the_rate_grows_with_the_batch() -> None:

@@ -34,7 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from baselines.model_parallel import TwoDevices, split
 from ddp_train import train
-from recipe.data import batches as data
+from recipe.data import batches as batches_module
+from recipe.data import loading
 from recipe.data.batches import Data, training_batches
 from recipe.errors import UserError
 from recipe.ranks import Ranks
@@ -98,7 +99,7 @@ def backward(loss: torch.Tensor) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All tensors are fake, and CUDA's streams, too; torch takes the GPU for real."""
     for name in ("_mean_and_std", "_copying_stream"):
-        monkeypatch.setattr(data, name, functools.cache(getattr(data, name).__wrapped__))
+        monkeypatch.setattr(loading, name, functools.cache(getattr(loading, name).__wrapped__))
     monkeypatch.setattr(torch.cuda, "Stream", Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
@@ -119,7 +120,7 @@ def on_gpu(*tensors: torch.Tensor) -> bool:
     return {tensor.device for tensor in tensors} == {CUDA}
 
 
-def files(count: int) -> list[data.Batch]:
+def files(count: int) -> list[loading.Batch]:
     """Batches as a loader hands them out: uint8 pixels and labels, in the CPU's memory."""
     pixels = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
     return [(pixels, torch.zeros(4, dtype=torch.int64))] * count
@@ -132,7 +133,7 @@ def test_evaluation_and_metrics(arch: str) -> None:
     with CUDA:
         model = build_model(config, 1000, download=False)
     for _ in range(5):
-        sums = evaluate(model, data._one_ahead(files(2), config, CUDA), config, CUDA)
+        sums = evaluate(model, loading._one_ahead(files(2), config, CUDA), config, CUDA)
     # Memory that a stream has freed serves that stream alone: each more would keep its own.
     assert on_gpu(sums) and torch.cuda.Stream.call_count == 1
     assert (sums.shape, sums.dtype) == ((4,), torch.float64)
@@ -233,7 +234,9 @@ def begin_training(
     step = between(loop.body, "seed_step(", "meter.lap('optimizer')")
     config = a_config(norm_weight_decay=0.0, bias_weight_decay=0.1, **settings)
     images = replace(SYNTHETIC, train=Mock(__len__=lambda _: 20), suspects=(Mock(),))
-    monkeypatch.setattr(data, "_loaded", lambda *_: ((*one, 0, [], {}) for one in files(9)))
+    monkeypatch.setattr(
+        batches_module, "load_batches", lambda *_: ((*one, 0, [], {}) for one in files(9))
+    )
     batches = training_batches(images, config, a_world(), CUDA, 0, 0, 10**9)
     names = vars(train) | {
         "config": config,

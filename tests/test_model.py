@@ -19,7 +19,8 @@ from needs import needs_gpu, needs_timm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.data.batches import open_data, to_device
+from recipe.data.batches import open_data
+from recipe.data.loading import to_device
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.fingerprint import weights_sha256

@@ -21,7 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipe import errors, watch
 from recipe import session as sessions
-from recipe.data.batches import Data, samples_per_step
+from recipe.data.batches import Data
+from recipe.data.order import samples_per_step
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.files import partial_name
 from recipe.ranks import Ranks

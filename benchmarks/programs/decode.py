@@ -24,9 +24,10 @@ from torchvision.transforms import v2
 from tyro.conf import Positional
 
 from compare.side import Side
-from recipe.data.batches import Images, SampleStream
 from recipe.data.image_folder import Listing, list_images
 from recipe.data.images import TrainTransform
+from recipe.data.loading import Images
+from recipe.data.order import SampleStream
 from recipe.device import keep_freed_memory
 from recipe.settings.config import Config, home_path
 

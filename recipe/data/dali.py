@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from recipe.data.batches import InputMeter, Sample
 from recipe.data.decoding import decode, image_size, suspect
 from recipe.data.image_folder import Listing, first_few
 from recipe.data.images import TrainTransform
+from recipe.data.loading import InputMeter
+from recipe.data.order import Sample
 from recipe.errors import UserError
 from recipe.settings.config import Config
 
@@ -28,7 +29,7 @@ Encoded = tuple[torch.Tensor, ...]
 
 class EncodedImages(Dataset):
     """Encoded training images with the crop and flip drawn for each; a batch's keys are samples
-    (recipe/data/batches.py)."""
+    (recipe/data/order.py)."""
 
     def __init__(self, listing: Listing, config: Config) -> None:
         self.listing, self.seed = listing, config.seed

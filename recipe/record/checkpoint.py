@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from recipe.data.batches import Data, samples_per_step
+from recipe.data.batches import Data
 from recipe.data.image_folder import first_few
+from recipe.data.order import samples_per_step
 from recipe.errors import WRITES, UserError, system_errors
 from recipe.files import partial_name, sync_folder, whole_file
 from recipe.marks import marks

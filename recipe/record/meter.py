@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from recipe import watch
-from recipe.data.batches import Data, InputMeter
+from recipe.data.batches import Data
+from recipe.data.loading import InputMeter
 from recipe.device import cpu_seconds, forget_peak_memory, peak_memory_bytes
 from recipe.ranks import Ranks
 from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary

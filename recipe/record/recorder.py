@@ -26,8 +26,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from recipe.data.batches import Data, samples_per_step
+from recipe.data.batches import Data
 from recipe.data.image_folder import Listing
+from recipe.data.order import samples_per_step
 from recipe.errors import OWN_RANK, UserError
 from recipe.files import replace_file, write_json
 from recipe.record.console import Console

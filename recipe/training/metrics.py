@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from recipe.data.batches import Batch, Data, to_device, validation_batches
+from recipe.data.batches import Data, validation_batches
+from recipe.data.loading import Batch, to_device
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.training.batch_norm import align_batch_norm

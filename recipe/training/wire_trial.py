@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from recipe.data.batches import to_device
+from recipe.data.loading import to_device
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
