@@ -6,7 +6,7 @@
     python compare/run.py wire-format         a ready plan; --list-plans shows them all
     python compare/run.py my-plan.toml --workers 4 --until-interval 1% --minutes 60
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
-    python compare/run.py --tune knobs.toml --workers 2 -- --data synthetic --arch resnet50
+    python compare/run.py tuning              which value of an engine's setting is fastest here
     python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
 
 Everything after `--` goes to both trainers unchanged; `-- --help` shows their flags. The same
@@ -75,9 +75,8 @@ from compare.running.comparison import (
 )
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.scheduler import MeasurementError
-from compare.running.tune import TUNING_ROUNDS, tune, tuning_plan
 from recipe.command import call_tool, run_main
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.settings.config import are_digits, check, read_flags
 from recipe.settings.flags import flag_name, last_value, without_flag
 
@@ -106,12 +105,6 @@ TASK = [
      "a plan file (TOML; compare/plans/ has them; or the plan.json of a comparison, to repeat it); "
      "flags override it")], None),
     ("list_plans", Annotated[bool, arg(help="show the ready plans, and nothing else")], False),
-    ("tune", Annotated[Path | None, arg(metavar="FILE", help="do not compare, but search for the "
-     "settings with which each engine exchanges gradients fastest here, and write them into this "
-     "file, for the trainers' --knobs")], None),
-    ("tuning_rounds", Annotated[int | None, arg(name="rounds", metavar="N", help="with --tune: in "
-     "how many blocks the values of a knob take turns with the best one so far (default: "
-     f"{TUNING_ROUNDS})")], None),
 ]  # fmt: skip
 PROCEDURE = [
     ("hostfile", Annotated[str | None, arg(metavar="FILE", help="hosts, in lines of the form 'name "
@@ -137,10 +130,6 @@ def answer(argv: list[str]) -> int:
         return 0
     take_default_plan(options)
     plan = leave_out_missing(make_plan(options), options)
-    if options.tune is not None:
-        if plan.side:
-            raise UserError("--tune: tries knobs of this project's trainers; leave --side out")
-        plan = tuning_plan(plan, options)
     if not plan.side:
         check_trainers(plan)
         check_tools(plan)
@@ -153,9 +142,6 @@ def answer(argv: list[str]) -> int:
             signal.signal(number, signal.default_int_handler)
     with locked(folder):
         try:
-            if options.tune is not None:
-                checks.warn(plan, folder)
-                return tune(plan, folder, options, argv)
             return run_plan(plan, folder, options, argv)
         except KeyboardInterrupt:
             print("\nstopped: what was measured is kept. To go on where it stopped:")
@@ -164,12 +150,10 @@ def answer(argv: list[str]) -> int:
 
 
 def choose_folder(plan: Plan, options: SimpleNamespace) -> Path:
-    """Return the folder that the user names, that of the same search or unfinished comparison, or a
-    new one, whose name is its date and time, so that names sort by age."""
+    """Return the folder that the user names, that of the same unfinished comparison, or a new one,
+    whose name is its date and time, so that names sort by age."""
     if options.out is not None:
         return Path(options.out)
-    if options.tune is not None:  # the same file, the same place, so that it can go on
-        return RUNS / f"tune-{options.tune.stem}"
     if not options.new and (unfinished := unfinished_folder(plan)):
         return unfinished
     while (folder := RUNS / f"compare-{utc_stamp()}").exists():  # of another in the same second
@@ -203,7 +187,6 @@ def take_default_plan(options: SimpleNamespace) -> None:
             options.configuration,
             options.side,
             options.null,
-            options.tune,
             options.hosts,
             options.hostfile,
         )
@@ -458,16 +441,9 @@ def make_plan(options: SimpleNamespace) -> Plan:
         allocation=read_allocation() if plan.is_allocation else None,
     )
     check_plan(plan)
-    refuse(
-        (
-            options.tuning_rounds is not None and options.tune is None,
-            f"--rounds {options.tuning_rounds}: belongs to --tune; here give --blocks",
-        ),
-        *(
-            (getattr(options, key) == (), f"--{key}: give at least one value")
-            for key in ("configurations", "pairs", "workers")
-        ),
-    )
+    for key in ("configurations", "pairs", "workers"):
+        if getattr(options, key) == ():
+            raise UserError(f"--{key}: give at least one value")
     if plan.side:
         return plan
     most = most_on_a_host(max(plan.workers), plan.hosts)

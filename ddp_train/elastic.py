@@ -33,7 +33,7 @@ def supervise() -> None:
     if config.resume != "auto" or config.name is None:
         return
     with one_message(world):
-        forker = RankForker("ddp_train.train", config.knob_variables)
+        forker = RankForker("ddp_train.train")
         from torch.distributed import TCPStore
 
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

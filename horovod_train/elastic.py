@@ -46,7 +46,7 @@ def supervise() -> None:
         fail(world, message if world.is_first else "", exit_code=2)
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(MEETING_S))
     with one_message(world):
-        forker = RankForker("horovod_train.train", config.knob_variables)
+        forker = RankForker("horovod_train.train")
         from horovod_train.announcements import Announcements  # loads Horovod's launcher
 
         announcements = Announcements(os.environ["HOROVOD_GLOO_IFACE"])

@@ -54,7 +54,7 @@ from recipe.world import World
 # They are fields of Config; a value behind a field means that only this value is not supported.
 ENGINES_OWN = (
     "transport", "batch_norm sync", "precision O2", "precision O3", "keep_batchnorm_fp32",
-    "wire_format", "gradient_predivide_factor", "use_adasum", "knobs", "bucket_cap_mb",
+    "wire_format", "gradient_predivide_factor", "use_adasum", "bucket_cap_mb",
     "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "sleeping_poll",
     "rollback", "tensor_steps", "profile_steps",
 )  # fmt: skip

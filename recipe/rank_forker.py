@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import NoReturn
@@ -39,16 +38,13 @@ files: tuple[int, int] | None = None
 
 
 class RankForker:
-    """Starts ranks, one after the other. It imports `module`, which they need; the environment has
-    `variables` only during this import."""
+    """Starts ranks, one after the other. It imports `module`, which they need."""
 
-    def __init__(self, module: str, variables: Iterable[str] = ()) -> None:
+    def __init__(self, module: str) -> None:
         global files
         files = os.memfd_create("state"), os.memfd_create("notes")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
         importlib.import_module(module)
-        for name in variables:  # a rank sets them itself, and records that
-            del os.environ[name]
         gc.freeze()  # else a collection in a rank copies the memory of all imported modules
         resource_tracker.ensure_running()  # removes what loader workers leave, and outlives a rank
         self.rank, self.asked = 0, False  # the rank's process; whether a signal asked it to end

@@ -30,8 +30,8 @@ CHOICES = (
 
 def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     """Return this rank's settings, by default from the command line, and its place; start the
-    watchdog. Call this before torch is loaded: then --help and mistyped flags are answered at once,
-    and the variables of --knobs are set early enough."""
+    watchdog. Call this before torch is loaded, so that --help and mistyped flags are answered at
+    once."""
     world = own_world()
     config = parse_args(engine, world, words)
     undo_mpirun_binding(world)

@@ -17,7 +17,6 @@ from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Case, OwnConfiguration, Plan, Run, Share, Words
 from compare.plan.plan_file import END, read_plan
-from compare.running.scheduler import MeasurementError
 from recipe.files import write_json
 from recipe.record.schema import Environment, Summary
 
@@ -202,11 +201,11 @@ def edit(path: Path, **changes: Any) -> None:
 
 class MadeUpBlocks:
     """Stands for run_block: a block takes a minute, and each side has a speed of its own, which
-    scatters. It notes what it has measured. A side of the name `fails` fails; `error`, if there is
-    one, comes after so many blocks."""
+    scatters. It notes what it has measured. `error`, if there is one, comes after so many blocks.
+    """
 
     def __init__(self, speed: Callable[[Run], float], scatter: float) -> None:
-        self.speed, self.scatter, self.disturbed, self.fails = speed, scatter, 0.0, ""
+        self.speed, self.scatter, self.disturbed = speed, scatter, 0.0
         self.error: BaseException | None = None
         self.error_after = 0
         self.folders, self.orders = list[Path](), list[tuple[str, ...]]()
@@ -223,8 +222,6 @@ class MadeUpBlocks:
     ) -> Block:
         if self.error is not None and len(self.folders) >= self.error_after:
             raise self.error
-        if self.fails in [side.side for side in sides]:
-            raise MeasurementError(f"{self.fails} ended with exit code 1", self.fails)
         noise = random.Random(number)  # the same in every folder
         speeds = [
             (side.side, at, self.speed(side) * noise.lognormvariate(0.0, self.scatter))

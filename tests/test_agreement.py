@@ -74,7 +74,6 @@ def test_hosts_may_have_their_own_folders_and_cores() -> None:
         ({"base_lr": 0.5}, "--base-lr: 0.005 on rank 0 (node0) and 1 more, 0.5 on rank 2"),
         ({"name": "b"}, "--name: None on rank 0 (node0) and 1 more, b on rank 2"),
         ({"max_steps": 3}, "--max-steps: None on"),
-        ({"knob_variables": {"A": "1"}}, "--knob-variables: {} on rank 0"),
     ],
 )
 def test_settings(settings: dict[str, Any], told: str) -> None:

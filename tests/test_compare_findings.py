@@ -51,7 +51,7 @@ DDP_FP16 = Configuration("ddp-fp16", "ddp", "torchrun", flags=("--fp16-allreduce
 HOROVOD_FP16 = Configuration(
     "horovod-fp16", "horovod", "horovodrun", "mpi", flags=("--fp16-allreduce",)
 )
-DDP_TUNED = Configuration("ddp-tuned", "ddp", "torchrun", flags=("--knobs", "knobs.toml"))
+DDP_TUNED = Configuration("ddp-tuned", "ddp", "torchrun", flags=("--static-graph",))
 DDP_BATCH = Configuration("ddp-64", "ddp", "torchrun", flags=("--batch-size", "64"))
 
 
@@ -320,34 +320,19 @@ def test_what_a_launcher_may_set_differs_with_the_launcher_alone(tmp_path, secon
     assert differing(comparison) == [fields]
 
 
-def tune_runs(comparison: Comparison, *names: str, knobs: str | None = "knobs.toml") -> None:
-    """As --knobs with both engines' tables leaves the runs of these configurations, and others
-    without a file."""
+def test_two_engines_with_settings_of_their_own_are_judged(tmp_path):
+    """One by a flag, the other by a variable; another variable must still be equal."""
+    names = ("ddp-tuned", "horovod-tuned")
+    comparison = compare(tmp_path, configurations=names, defined=(DDP_TUNED, HOROVOD_TUNED))
     for run in comparison.runs:
-        is_tuned, is_horovod = run.configuration in names, run.engine == "horovod"
-        variables = {"HOROVOD_CYCLE_TIME": "1"} if is_tuned and is_horovod else {}
-        own = {"knobs": knobs if is_tuned else None, "knob_variables": variables}
-        change(run.environment, variables=variables)
-        change(run.config, **own)
-        run.config.flags.update(own, static_graph=is_tuned and not is_horovod)
-
-
-def test_tuned_is_judged_against_tuned_with_one_file_for_both(tmp_path):
-    comparison = compare(tmp_path)
-    tune_runs(comparison, "ddp-torchrun", "horovod-mpi")
+        is_horovod = run.engine == "horovod"
+        change(run.environment, variables=HOROVOD_TUNED.environment if is_horovod else {})
+        run.config.flags.update(static_graph=not is_horovod)
     assert differing(comparison) == [[]]
-    assert varied_in(comparison) == {"HOROVOD_CYCLE_TIME", "knob_variables", "static_graph"}
-    change(comparison.runs[0].environment, variables={"NCCL_ALGO": "Ring"})  # of the shell
+    assert varied_in(comparison) == {"HOROVOD_CYCLE_TIME", "static_graph"}
+    environment = comparison.runs[0].environment
+    change(environment, variables=environment.variables | {"NCCL_ALGO": "Ring"})  # of the shell
     assert differing(comparison) == [["NCCL_ALGO"]]
-
-
-def test_tuned_is_judged_against_the_defaults_where_the_plan_says_so(tmp_path):
-    names = ("ddp-torchrun", "ddp-tuned")
-    comparison = compare(tmp_path, configurations=names, defined=(DDP_TUNED,))
-    tune_runs(comparison, "ddp-tuned")
-    assert differing(comparison) == [[]]
-    tune_runs(comparison, "ddp-tuned", knobs=None)  # then the same setting must be equal
-    assert differing(comparison) == [["static_graph"]]
 
 
 def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
@@ -365,13 +350,12 @@ def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
         "ddp-mpirun": "DDP over Gloo by mpirun",
         "ddp-twin": "DDP over Gloo by torchrun as ddp-twin",
         "ddp-fp16": "DDP over Gloo with --fp16-allreduce",
-        "ddp-tuned": "DDP over Gloo with --knobs knobs.toml",
+        "ddp-tuned": "DDP over Gloo with --static-graph",
         "horovod-tuned": "Horovod over MPI with HOROVOD_CYCLE_TIME=1",
         "horovod-stock": "stock Horovod over MPI",
     }
     defined = (twin, DDP_FP16, DDP_TUNED, HOROVOD_TUNED, stock)
     comparison = compare(tmp_path, configurations=tuple(labels), defined=defined, blocks=1)
-    tune_runs(comparison, "ddp-tuned")
     assert labels_of(comparison) == labels
 
 

@@ -74,7 +74,7 @@ def plan_file(folder: Path, text: str) -> str:
     return "plan.toml"
 
 
-@pytest.mark.parametrize("how", [["--dry-run"], ["--tune", "knobs.toml"], []])
+@pytest.mark.parametrize("how", [["--dry-run"], []])
 def test_a_flag_that_the_trainers_refuse_is_refused_before_anything_is_shown(
     how: list[str], here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,7 +236,6 @@ READY = sorted(path.stem for path in PLANS.glob("*.toml"))
 
 @pytest.mark.parametrize("name", READY)
 def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
-    Path("knobs.toml").write_text("[ddp]\nstatic_graph = true\n")  # which --tune would make
     plan = plan_of(name)
     assert plan.question and plan.question.endswith("?")
     assert plan.plan_file == f"compare/plans/{name}.toml"

@@ -1,14 +1,13 @@
 """Flags, presets, and what is said about settings that cannot be meant or do nothing."""
 
 import itertools
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,11 +20,9 @@ from ddp_train.buckets import bucket_sizes
 from recipe import errors
 from recipe.errors import UserError
 from recipe.loop import Rung
-from recipe.record.fingerprint import steering_variables
 from recipe.settings import config as config_module
 from recipe.settings.config import Config, check, parse_args, read_flags, without_effect
 from recipe.settings.flags import FLAG_NAMES, FLAGS, SECTIONS, Need, Scope, names_of, spelled
-from recipe.settings.knobs import SETTINGS, Knobs, knobs_text, read_knobs
 from recipe.settings.other_trainers import OTHERS_FLAGS
 from recipe.settings.presets import PRESETS, preset
 from recipe.settings.presets import preset as preset_of
@@ -126,14 +123,14 @@ def test_a_flag_changes_nothing_else() -> None:
 def test_a_flag_is_declared_once() -> None:
     """One field with a scope; all that follows from it is derived, and leaves no flag out."""
     names = [name for section in SECTIONS.values() for name in section.__dataclass_fields__]
-    assert sorted([*names, "preset", "knob_variables"]) == sorted(FLAGS)
+    assert sorted([*names, "preset"]) == sorted(FLAGS)
     assert sorted(names_of(*get_args(Scope))) == sorted(FLAGS)
     aliases = [alias for flag in FLAGS.values() for alias in flag.aliases]
     assert len({*aliases, *map(spelled, FLAGS)}) == len(aliases) + len(FLAGS)
     assert config_module._unmet_needs(Config(), "ddp", 1).keys() == set(get_args(Need))
     for name, flag in FLAGS.items():
         assert set(flag.needs) <= set(get_args(Need)) and set(flag.decides).isdisjoint(aliases)
-        assert bool(flag.engine) == (flag.scope == "speed") or name == "knob_variables"
+        assert bool({"ddp", "horovod"} & {*flag.needs}) == (flag.scope == "speed")
         assert (
             flag.bound is None
             or getattr(Config(), name) is None
@@ -420,7 +417,7 @@ WORDS = st.one_of(
 def test_any_words_are_settings_or_refused(words: list[str], engine: str) -> None:
     """In a sentence, or by the parser; and what is taken holds."""
     try:
-        config, base, _ = read_flags(engine, 2, words, talk=False)
+        config, base = read_flags(engine, 2, words, talk=False)
     except UserError as error:
         assert str(error).strip()
     except SystemExit as ended:
@@ -605,7 +602,7 @@ def test_suggested_flags_exist(help_text: str) -> None:
 
 @pytest.mark.parametrize(("flags", "count"), [("5", 1), ("6", 0), ("5 --evaluate --weights f", 0)])
 def test_a_warm_up_that_lasts_until_the_end_is_said(flags: str, count: int) -> None:
-    config, base, _ = read_flags("ddp", 1, f"{IMAGENET} --epochs {flags}".split(), talk=False)
+    config, base = read_flags("ddp", 1, f"{IMAGENET} --epochs {flags}".split(), talk=False)
     lines = [one for one in without_effect(config, base, "ddp", 1) if "warmup" in one]
     assert len(lines) == count and all("only rises" in one for one in lines)
 
@@ -633,7 +630,7 @@ def test_cache_folder(environ: dict[str, str], folder: str) -> None:
         ("~nosuchuser", "there is no user nosuchuser: correct it, or"),
     ],
 )
-@pytest.mark.parametrize("flag", [*map(spelled, config_module.PATHS), "--knobs"])
+@pytest.mark.parametrize("flag", [*map(spelled, config_module.PATHS)])
 def test_a_home_that_there_is_not(
     flag: str, user: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -727,155 +724,9 @@ def test_a_rung_that_another_launcher_started_is_refused(
         a_rung(launcher)(a_config(), a_world(0, ranks))
 
 
-# ---- the file of --knobs: what it may say, what wins over it, and what is written down of it ----
-
-
-FILE = """
-[ddp]
-bucket_cap_mb = 50
-static_graph = true
-
-[ddp.environment]
-NCCL_ALGO = "Ring"
-
-[horovod]
-num_groups = 4
-
-[horovod.environment]
-HOROVOD_CYCLE_TIME = "0.5"
-OMPI_MCA_coll_tuned_allreduce_algorithm = "4"
-"""
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without variables of the shell; those that a test sets go with it."""
-    for name in ("NCCL_ALGO", "HOROVOD_CYCLE_TIME", "OMPI_MCA_coll_tuned_allreduce_algorithm"):
-        os.environ.pop(name, None)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-
-
-def write(folder: Path, text: str = FILE) -> Path:
-    path = folder / "knobs.toml"
-    path.write_text(text)
-    return path
-
-
-def parse_knobs(words: str, path: Path, engine: str = "ddp", size: int = 2) -> Config:
-    return parse_args(engine, a_world(size=size), [*words.split(), "--knobs", str(path)])
-
-
-def test_each_engine_reads_its_own_table(tmp_path: Path) -> None:
-    ddp = {"bucket_cap_mb": 50.0, "static_graph": True}
-    knobs = read_knobs(write(tmp_path))
-    assert knobs["ddp"] == Knobs(ddp, {"NCCL_ALGO": "Ring"})
-    assert type(knobs["ddp"].settings["bucket_cap_mb"]) is float  # as the flag gives it
-    assert knobs["horovod"].settings == {"num_groups": 4}
-    assert knobs.keys() == {"ddp", "horovod"}
-    assert read_knobs(write(tmp_path, "")) == {}
-
-
-def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
-    knobs = read_knobs(write(tmp_path))
-    assert read_knobs(write(tmp_path, knobs_text(knobs))) == knobs
-    odd = {"horovod": Knobs({}, {"OMPI_MCA_btl": 'a "quoted" \\ path'})}
-    assert read_knobs(write(tmp_path, knobs_text(odd))) == odd
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[ddp", ["Expected ']'"]),
-        ("[dpp]", ["unknown field `dpp`", "[ddp] bucket_cap_mb, first_bucket_mb"]),
-        ("ddp = 3", ["`$.ddp`"]),
-        ("[ddp]\nbucket_cap = 3", ["unknown field `bucket_cap` - at `$.ddp`"]),
-        ("[horovod]\nstatic_graph = true", ["unknown field `static_graph` - at `$.horovod`"]),
-        ("[ddp]\nbucket_cap_mb = 0", ["ddp.bucket_cap_mb = 0.0:", "above 0"]),
-        ("[ddp]\nbucket_cap_mb = nan", ["ddp.bucket_cap_mb = nan:", "above 0"]),
-        ("[ddp]\nbucket_cap_mb = true", ["`float | null`, got `bool` - at `$.ddp.bucket_cap_mb`"]),
-        ("[ddp]\nstatic_graph = 1", ["`$.ddp.static_graph`"]),
-        ("[horovod]\nnum_groups = 2.0", ["`$.horovod.num_groups`"]),
-        ("[ddp]\nenvironment = 3", ["`$.ddp.environment`", "[ddp.environment]"]),
-        (
-            "[horovod.environment]\nHOROVOD_CYCLE_TIM = '1'",
-            ["horovod.environment.HOROVOD_CYCLE_TIM", "did you mean HOROVOD_CYCLE_TIME?"],
-        ),
-        ("[horovod.environment]\nHOROVOD_CYCLE_TIME = 1", ["`str`, got `int`"]),
-        ("[horovod.environment]\nHOROVOD_RANK = '1'", ["HOROVOD_RANK"]),
-        ("[horovod.environment]\nHOROVOD_TIMELINE = '/t'", ["HOROVOD_TIMELINE"]),
-        ('[ddp.environment]\nNCCL_ALGO = "\\u0000"', ["$.ddp.environment"]),
-        ("[ddp.environment]\nHOROVOD_CYCLE_TIME = '1'", ["[horovod.environment]"]),
-        ("[ddp.environment]\nPATH = '/'", ["ddp.environment.PATH", "in the shell"]),
-        ("[ddp.environment]\nNCCL_COMM_ID = 'a:1'", ["NCCL_COMM_ID", "where the ranks meet"]),
-        ("[horovod.environment]\nOMPI_MCA_rmaps_base_oversubscribe = '1'", ["in the shell"]),
-        ("[ddp.environment]\nTORCH_ALLOW_TF32_CUBLAS_OVERRIDE = '1'", ["what is computed"]),
-    ],
-)
-def test_what_is_refused_names_file_and_key(tmp_path: Path, text: str, words: list[str]) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(UserError, match=rf"^--knobs {path}: [^\n]*\n?\Z") as refused:
-        read_knobs(path)
-    assert [word for word in words if word not in str(refused.value)] == []
-
-
-def test_a_file_that_is_not_there_says_how_it_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse_knobs("", tmp_path / "none.toml", size=1)  # alone: no test beside it holds its lock
-    assert re.fullmatch(".*there is no such file.*--tune.*\n", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("line", "settings"),
-    [
-        # Horovod's table is not DDP's.
-        ("", {"bucket_cap_mb": 50.0, "static_graph": True, "num_groups": None}),
-        ("--bucket-cap-mb 7 --no-static-graph", {"bucket_cap_mb": 7.0, "static_graph": False}),
-        ("--preset tv-v1 --data synthetic", {"bucket_cap_mb": 50.0, "wd": 1e-4}),
-    ],
-)
-def test_flags_win_over_the_file_and_the_file_over_the_preset(
-    line: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    path = write(tmp_path)
-    assert vars(parse_knobs(line, path)).items() >= {**settings, "knobs": str(path)}.items()
-
-
-def test_variables_are_set_and_written_down(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = parse_knobs("", write(tmp_path), "horovod")
-    ring = {"OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
-    assert config.knob_variables == {"HOROVOD_CYCLE_TIME": "0.5"} | ring
-    assert os.environ["HOROVOD_CYCLE_TIME"] == "0.5" and "NCCL_ALGO" not in os.environ
-    assert steering_variables(os.environ).items() >= config.knob_variables.items()
-    record = json.loads(json.dumps(asdict(config)))
-    assert (record["knob_variables"], record["num_groups"]) == (config.knob_variables, 4)
-    parse_knobs("", write(tmp_path), "ddp", 2)
-    assert capsys.readouterr().err == "", "nothing of the file is said to have no effect"
-
-
-def test_the_environment_wins_over_the_file_and_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
-    monkeypatch.setenv("OMPI_MCA_coll_tuned_allreduce_algorithm", "4")
-    config = parse_knobs("", write(tmp_path), "horovod")
-    assert os.environ["HOROVOD_CYCLE_TIME"] == "3" and config.knob_variables == {}
-    assert capsys.readouterr().err == (
-        "warning: HOROVOD_CYCLE_TIME=0.5 of --knobs has no effect: the environment says "
-        "HOROVOD_CYCLE_TIME=3\n"
-    )
-
-
-def test_every_knob_but_two_is_the_engines_default_and_none_is_work() -> None:
+def test_settings_of_the_exchange_are_the_engines_defaults_but_for_two() -> None:
     changed = {name for name in names_of("speed") if getattr(preset("digits"), name)}
     assert changed == {"gradient_as_bucket_view", "sleeping_poll"}, "the same bits, in less time"
-    assert {n for names in SETTINGS.values() for n in names} == {*names_of("speed")} - {
-        "knob_variables"
-    }
-    assert SETTINGS["ddp"]["bucket_cap_mb"] is float and SETTINGS["horovod"]["num_groups"] is int
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from launching import (
     SMALL,
     TRAINERS,
     rarely,
-    read_json,
     resumed_at,
     run,
     wait_until,
@@ -214,10 +213,9 @@ def kill_ranks_of_torchrun(times: int, folder: Path) -> Callable[[subprocess.Pop
 def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) -> None:
     launcher = words_of("torchrun --max-restarts", TRAINERS["ddp"])
     launcher[launcher.index("--max-restarts") + 1] = "2"
-    (tmp_path / "knobs.toml").write_text("[ddp.environment]\nNCCL_ALGO = 'Ring'\n")
     place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1"  # no checkpoint
     words = [*launcher, *f"{SMALL} {place} --epochs 100000".split(), "--max-steps", "100000"]
-    words += ["--knobs", f"{tmp_path}/knobs.toml", "--num-groups", "2"]
+    words += ["--num-groups", "2"]
     folder = tmp_path / "run"
     finished = run(words, meanwhile=kill_ranks_of_torchrun(3, folder))
     assert finished.returncode != 0
@@ -225,7 +223,6 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
     assert finished.output.count("warning: --num-groups has no effect") == 1  # by the watcher alone
     # The ranks' memory was all there was of it.
     assert step_path(folder / "checkpoints", resumed_at(folder)[0]).exists()
-    assert read_json(folder / "config.json")["knob_variables"] == {"NCCL_ALGO": "Ring"}
 
 
 def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:

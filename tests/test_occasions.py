@@ -136,7 +136,7 @@ def test_a_copy_is_no_further_occasion(tmp_path, refusal):
 @pytest.mark.parametrize(
     ("fields", "is_other"),
     [
-        (("data", "knobs", "cache_dir"), False),
+        (("data", "weights", "cache_dir"), False),
         (("train_dir",), True),
     ],
 )

@@ -42,7 +42,7 @@ def functions_in(file: Path) -> dict[str, set[str]]:
 
 # By flag: the functions of the recipe that ask for it. What only checks or describes flags does not
 # count, nor what rungs do not have.
-NOT_FOR_RUNGS = ("fingerprint", "knobs", "others", "probes", "wire_trial")
+NOT_FOR_RUNGS = ("fingerprint", "other_trainers", "probes", "wire_trial")
 READERS = {name: set[str]() for name in NAMES}
 for file in Path(recipe.loop.__file__).parent.rglob("*.py"):
     for function, asked in functions_in(file).items():

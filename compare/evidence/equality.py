@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from compare.evidence.records import Comparison, RunRecord
 from compare.evidence.words import short
 from recipe.record.schema import Environment
-from recipe.settings.flags import FLAGS, names_of
+from recipe.settings.flags import FLAGS
 
 # Fields that may differ between compared runs under any plan: where the runs were written.
 PLACES = {"log_dir", "name"}
@@ -114,10 +114,8 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
 
 def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     """Return the fields that the plan varies between two configurations: engine, launcher, and the
-    transport unless both name the same; settings by flags and variables that only one of them sets;
-    and the contents of their knob files. Each engine reads its own tables of such a file, and
-    nothing in it changes what is computed, only how fast (recipe/settings/knobs.py ensures
-    that)."""
+    transport unless both name the same; and settings by flags and variables that only one of them
+    sets."""
     if comparison.plan.side:  # their commands may change any condition
         return {*CONDITIONS, "CUDA version"}
     a, b = comparison.configurations[first], comparison.configurations[second]
@@ -135,9 +133,6 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
             varied |= {field, *(FLAGS[field].decides if field in FLAGS else ())}
     if a.environment != b.environment:
         varied |= {name for name, _ in a.environment.items() ^ b.environment.items()}
-    for run in comparison.written:
-        if run.configuration in (first, second) and run.config.knobs:
-            varied |= {*names_of("speed"), *run.config.knob_variables}
     return varied
 
 

@@ -122,8 +122,6 @@ def used_and_set(comparison: Comparison, configuration: str, is_launcher_told: b
     label += f" by {launcher}" if is_launcher_told else ""
     planned = comparison.configurations[configuration]
     settings = [*planned.flags, *(f"{name}={value}" for name, value in planned.environment.items())]
-    if "--knobs" not in planned.flags:  # given for all configurations: the reader must see it, too
-        settings += sorted({f"--knobs {run.config.knobs}" for run in runs if run.config.knobs})
     if comparison.plan.null and settings:  # the variable that delays the control
         return f"{label}, delayed"
     if settings and STOCK.issuperset(settings):

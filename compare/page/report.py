@@ -47,7 +47,8 @@ ENVIRONMENT = [
 # The flags and the variable by which a record shows whether an engine runs as users install it.
 # Earlier records do not have SLEEP.
 VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"
-NOT_SETTINGS = {"log_dir", "name", "seed"}
+# The last two are of earlier records: a file of settings, each of which they give as well.
+NOT_SETTINGS = {"log_dir", "name", "seed", "knobs", "knob_variables"}
 NOT_RECORDED = "not recorded"
 # Fields that may differ between occasions of one question: the version of this project, the names
 # of its presets (the settings of a preset are compared one by one), the cache's folder, and the

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from recipe.errors import UserError
-from recipe.settings.knobs import steers
+from recipe.settings.variables import steers
 from recipe.world import tasks_per_node
 
 ROOT = Path(__file__).resolve().parents[2]

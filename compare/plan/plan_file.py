@@ -337,8 +337,9 @@ class PlanRecord(Plan, frozen=True, kw_only=True):
     # Each end rule and when it was set. The last one counts; all after the first are extensions.
     ends: Annotated[tuple[dict[str, str | int | float | None], ...], NOT_EMPTY]
     trainers_sha256: str | None = None
-    # The digests of the --knobs files, and of the files that the commands of scripts name.
+    # Only of earlier records: the digests of files of settings.
     knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)
+    # The digests of the files that the commands of scripts name.
     scripts: Annotated[dict[str, str], IDENTIFIES] = msgspec.field(default_factory=dict)
     environment: Annotated[Variables, IDENTIFIES]
 
@@ -349,8 +350,6 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
     if plan.is_allocation:  # another job may get other cores and GPUs; each run records its own
         inherited.pop("CUDA_VISIBLE_DEVICES", None)
         affinity = ()
-    knobs = {last_value(words, "--knobs") for words in plan.flag_lists}
-    paths = {name: Path(os.path.expanduser(name)) for name in sorted(filter(None, knobs))}
     fields = {name: getattr(plan, name) for name in Plan.__struct_fields__}
     return PlanRecord(
         **fields | {"allocation": None, "blocks_there": plan.run_blocks},
@@ -359,10 +358,6 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
         ends=({"created_utc": created_utc, **{name: getattr(plan, name) for name in END}},),
         trainers_sha256=sources_sha256(plan),
         scripts=scripts_sha256(plan),
-        knobs={
-            name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-            for name, path in paths.items()
-        },
         environment=Variables(
             set={name: value for name, value in set_variables().items() if name != "PATH"},
             removed=REMOVED_VARIABLES,

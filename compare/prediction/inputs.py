@@ -84,7 +84,7 @@ def read_inputs(runs: Sequence["MeasuredRun"]) -> Inputs:
     pairs = [run for run in runs if run.is_pair]
     of = next(iter([*pairs, *(run for run in runs if run.workers > 1), *lone]))
     command = [*of.environment.command, "--profile-steps", "8", "--name", "one"]
-    variables = {**of.environment.variables, **of.config.knob_variables}
+    variables = of.environment.variables
     if not lone or of.batch_size != largest:
         raise UserError(
             f"{', '.join(str(run.folder) for run in runs)}: a prediction needs a run of one "

@@ -95,12 +95,7 @@ LISTEN_SECONDS = 0.2  # of measuring the load of other processes, while all side
 
 
 class MeasurementError(UserError):
-    """The sides could not be measured; shown without a traceback. `side` is the name of the side
-    that failed, if one did."""
-
-    def __init__(self, text: str, side: str | None = None) -> None:
-        super().__init__(text)
-        self.side = side
+    """The sides could not be measured; shown without a traceback."""
 
 
 def run_block(
@@ -293,8 +288,7 @@ class Scheduler(Launches):
             if len(digests) > 1:
                 raise MeasurementError(
                     f"{side}: its ranks ended with {len(digests)} different weights, so it does "
-                    "not average gradients over all ranks, and does less work than it should",
-                    side,
+                    "not average gradients over all ranks, and does less work than it should"
                 )
         return {side: digests.pop() for side, digests in by_side.items()}
 
@@ -390,8 +384,7 @@ class Scheduler(Launches):
                 raise MeasurementError(
                     f"{side.side}: {len(self.of(side))} of its processes take part, but its "
                     f"launcher's variables say {self.ranks_of(side)}; if the script starts its own "
-                    "ranks, give their number, as in Side(ranks=2)",
-                    side.side,
+                    "ranks, give their number, as in Side(ranks=2)"
                 )
 
     def failure(self, side: str, what: str = "") -> MeasurementError:
@@ -403,7 +396,7 @@ class Scheduler(Launches):
         output = (self.folder / side / SIDE_RUN.parent / "output.log").read_text(errors="replace")
         hints = (meaning for sign, meaning in HINTS_BY_OUTPUT.items() if sign in output)
         hint = next(hints, "" if code else self.joined(side))
-        return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side)}", side)
+        return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side)}")
 
     def joined(self, side: str) -> str:
         """Return how many ranks of a user's own script take part, and what such a script must do;
@@ -503,8 +496,7 @@ def make_turn(
         step = images_per_step(side.configuration.engine, side.workers, side.arguments)
         if not math.isclose(images, steps * step):
             raise MeasurementError(
-                f"{side.side}: its trainer counted {images} images in {steps} steps of {step}",
-                side.side,
+                f"{side.side}: its trainer counted {images} images in {steps} steps of {step}"
             )
     elif not images > 0:
         raise MeasurementError(f"{side.side}: its steps did {images:g} {measured[0]['unit']}")

@@ -39,7 +39,7 @@ from recipe.record.schema import (
 )
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
-from recipe.settings.knobs import steers_rank
+from recipe.settings.variables import steers_rank
 from recipe.training.optimizers import learning_rate
 from recipe.watch import heartbeat
 from recipe.world import World

@@ -58,8 +58,6 @@ class Settings:
     bucket_cap_mb: Amount | None = None
     first_bucket_mb: Amount | None = None
     profile_steps: Whole | None = None
-    knobs: Text | None = None  # the file
-    knob_variables: dict[str, str] = field(default_factory=dict)  # which that file has set
     flags: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""The settings of a run: flags, presets and knobs, read from the command line and checked.
+"""The settings of a run: flags and presets, read from the command line and checked.
 
 Belongs here: a setting, its default, its bounds, and which settings fit together. Not here: what a
 setting does. Imports nothing slow, neither torch nor an engine.

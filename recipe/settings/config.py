@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, field, make_dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import tyro
@@ -19,7 +18,6 @@ from tyro.conf import arg
 
 from recipe.errors import OWN_RANK, UserError, fail, near_match, refuse
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
-from recipe.settings.knobs import Knobs, read_knobs, set_variables
 from recipe.settings.other_trainers import in_our_words, is_others, with_open_numbers
 from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
@@ -36,35 +34,31 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        config, base, knobs = read_flags(engine, world.size, argv, talk=world.is_first)
+        config, base = read_flags(engine, world.size, argv, talk=world.is_first)
     except UserError as error:
         fail(world, f"error: {error}", exit_code=2)
     except SystemExit as ended:  # tyro has printed --help, or what is wrong with the flags
         fail(world, "", exit_code=int(ended.code or 0))
-    variables, overruled = set_variables(knobs)  # before an engine is loaded and reads them
     if world.is_first and OWN_RANK not in os.environ:  # else the watcher has printed them
         unscaled = rate_of_another_batch(config, base, argv)
-        for line in [*without_effect(config, base, engine, world.size), *overruled, *unscaled]:
+        for line in [*without_effect(config, base, engine, world.size), *unscaled]:
             print(f"warning: {line}", file=sys.stderr)
-    return replace(config, knob_variables=variables)
+    return config
 
 
 def read_flags(
     engine: str, world_size: int, argv: list[str], talk: bool, program: str | None = None
-) -> tuple[Config, Config, Knobs]:
-    """Return the settings, the defaults that the command line started from, and the knobs.
+) -> tuple[Config, Config]:
+    """Return the settings, and the defaults that the command line started from.
 
     `program` is the script that messages name, by default this process's. UserError if the
     settings are wrong; SystemExit after --help, or for a value that the parser does not accept.
     """
-    path = last_value(argv, "--knobs")
-    tables = read_knobs(Path(home_path("--knobs", path))) if path is not None else {}
-    knobs = tables.get(engine, Knobs())  # empty if the file does not name this engine
     given = {word.split("=")[0].replace("_", "-") for word in argv}
     for shorthand, flag in (("--opt-level", "--precision"), ("--fp16-allreduce", "--wire-format")):
         if {shorthand, flag} <= given:
             raise UserError(f"{shorthand}: stands for a value of {flag}; give one of the two")
-    base = replace(_chosen_preset(argv), **knobs.settings)
+    base = _chosen_preset(argv)
     parsed, unknown = _parse_flags(base, argv, talk, program)
     if unknown:
         _refuse_words(engine, world_size, argv, unknown, program)
@@ -73,7 +67,7 @@ def read_flags(
     if "--loss-scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
         config = replace(config, loss_scale=None)
     check(config, engine, world_size)
-    return config, base, knobs
+    return config, base
 
 
 def _chosen_preset(argv: list[str]) -> Config:
@@ -450,7 +444,7 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
     unmet = _unmet_needs(config, engine, world_size)
     lines = []
     for name, flag in FLAGS.items():
-        reasons = [unmet[need] for need in (*flag.needs, flag.engine) if need and unmet[need]]
+        reasons = [unmet[need] for need in flag.needs if unmet[need]]
         if reasons and getattr(config, name) != getattr(base, name):
             lines.append(f"{spelled(name)} has no effect: {reasons[0]}")
     mistakes: Mistakes = [

@@ -1,6 +1,6 @@
 """All flags of a run. A flag is one field here: its type, its default, its help text and its other
 properties (see `Flag`). Everything else is derived from it: the parser and `--help`, the checks of
-bounds, the run's fingerprint, what the ranks must share, the knobs, and what `compare` knows.
+bounds, the run's fingerprint, what the ranks must share, and what `compare` knows.
 
 Imports nothing slow, because reports read this module too.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple
 
 # The number formats in which gradients may be sent. The choices of --wire-format, the trial of
 # `auto` and the measured formats follow from this table. Each engine implements the sending itself:
@@ -68,7 +68,7 @@ SEED = Bound(lambda v: 0 <= v < 2**63, "must be at least 0 and less than 2^63")
 
 Scope = Literal[
     "work",  # decides what is computed, or how: part of the fingerprint
-    "speed",  # a knob: how fast gradients are exchanged, and nothing else
+    "speed",  # how fast gradients are exchanged, and nothing else
     "place",  # where files are, and what a host or launcher offers; a run records the outcome
     "measurement",  # what is measured during training: in the fingerprint, because it takes time
     "run",  # what is written, and when the run ends
@@ -94,8 +94,6 @@ class Flag:
     # equal: the same on all ranks; own: each rank may have its own value; first: only rank 0 reads
     # the file that it names
     per_rank: Literal["equal", "own", "first"] = "equal"
-    engine: Literal["ddp", "horovod"] | None = None  # for a knob: the engine that has it
-    tries: tuple[float, ...] = ()  # for a knob: the values that `compare/run.py --tune` measures
     # Which other facts, as a report names them, differ between two runs that differ in this flag.
     # (Initial weights do not depend on the precision, nor the schedule on the batch: its unit is
     # the epoch.)
@@ -108,7 +106,7 @@ def flag(
 ) -> Any:
     """Return a field for a section below. `others` are further fields of `Flag`; a tuple with one
     element may be given as that element."""
-    for name in others.keys() & {"aliases", "needs", "tries", "decides"}:
+    for name in others.keys() & {"aliases", "needs", "decides"}:
         if not isinstance(others[name], tuple):
             others[name] = (others[name],)
     return field(default=default, metadata={"flag": Flag(scope, help, bound, **others)})
@@ -353,28 +351,21 @@ class SpeedFlags:
         "To average gradients over N workers, divide them by this before the sum and by N / this "
         "after it (Horovod only). Default: N, as DDP always does; it keeps fp16 sums from "
         "overflowing.")
-    knobs: str | None = place(None, help=
-        "A file of settings and environment variables that speed up the exchange of gradients on "
-        "these machines; `compare/run.py --tune FILE` measures and writes it. Flags and variables "
-        "that are already set take precedence.")
-    bucket_cap_mb: float | None = speed(None, ABOVE_0, needs="workers", engine="ddp", tries=(1.0,
-        5.0, 25.0, 50.0, 100.0), help=
+    bucket_cap_mb: float | None = speed(None, ABOVE_0, needs=("workers", "ddp"), help=
         "Largest size of a bucket, the gradients that are exchanged together, MiB (DDP only). "
         "Default: 25, after a first bucket of 1. Horovod's counterpart is the variable "
         "HOROVOD_FUSION_THRESHOLD.")
-    first_bucket_mb: float | None = speed(None, ABOVE_0, needs="workers", engine="ddp", tries=(0.25,
-        4.0), help=
+    first_bucket_mb: float | None = speed(None, ABOVE_0, needs=("workers", "ddp"), help=
         "Size of the first bucket, whose gradients are ready first, MiB (DDP only). Default: "
         "--bucket-cap-mb if it is given, else 1.")
-    gradient_as_bucket_view: bool = speed(True, needs="workers", engine="ddp", help=
+    gradient_as_bucket_view: bool = speed(True, needs=("workers", "ddp"), help=
         "Store gradients inside the buckets, which saves a copy and its memory (DDP only).")
-    static_graph: bool = speed(False, needs="workers", engine="ddp", tries=True, help=
+    static_graph: bool = speed(False, needs=("workers", "ddp"), help=
         "Promise that every step uses the same parameters in the same order (DDP only).")
-    num_groups: int | None = speed(None, at_least(1), needs="workers", engine="horovod", tries=(1,
-        4), help=
+    num_groups: int | None = speed(None, at_least(1), needs=("workers", "horovod"), help=
         "Number of groups in which gradients are exchanged, each as soon as it is complete "
         "(Horovod only, fp32 only). Default: each of Horovod's cycles sends what is ready.")
-    sleeping_poll: bool = speed(True, needs="workers", engine="horovod", help=
+    sleeping_poll: bool = speed(True, needs=("workers", "horovod"), help=
         "On a CPU, while waiting for the averaged gradients, sleep 0.2 ms between checks (Horovod "
         "only). Without it Horovod checks in a busy loop, which takes CPU time.")
     cuda: bool = place(True, decides=("device", "device_name", "CUDA version"), help=
@@ -460,7 +451,6 @@ class Config(
     """All settings of a run, flat; written to config.json and into each checkpoint."""
 
     preset: str = run("digits")
-    knob_variables: dict[str, str] = field(default_factory=dict, metadata={"flag": Flag("speed")})
 
     def batch_share(self, epoch: float) -> Fraction:
         """Return the batch size of `epoch` (counted from 0) as a share of --batch-size."""
@@ -503,16 +493,6 @@ def names_of(*scopes: Scope) -> list[str]:
     return [name for name, flag in FLAGS.items() if flag.scope in scopes]
 
 
-def knob_types(engine: str) -> dict[str, type]:
-    """Return the settings of `engine` that are knobs, each with the type of its value."""
-    hints = get_type_hints(Config)
-    return {
-        name: (get_args(hints[name]) or (hints[name],))[0]  # `int` for `int | None`
-        for name, flag in FLAGS.items()
-        if flag.engine == engine
-    }
-
-
 def spelled(name: str) -> str:
     """Return the command-line flag of a field of Config."""
     return "--" + name.replace("_", "-")
@@ -521,7 +501,7 @@ def spelled(name: str) -> str:
 def _flag_names() -> dict[str, bool]:
     """Return every name of every flag, and whether the flag takes a value."""
     names = {}
-    for name in FLAGS.keys() - {"knob_variables"}:  # no flag: --knobs sets it
+    for name in FLAGS:
         takes_value = not isinstance(getattr(Config(), name), bool)
         negation = [] if takes_value else [spelled(f"no_{name}")]
         for spelling in (spelled(name), *negation, *FLAGS[name].aliases):
