@@ -91,7 +91,7 @@ class Session:
             if world.is_first and listing is not None and listing.left_out:
                 print(f"{listing.root}: {listing.left_out}", flush=True)
         self.config, self.progress, self.left_out = config, Progress(), list[tuple[int, int]]()
-        self.input = None if data.train is None else InputMeter()
+        self.train_input, self.val_input = InputMeter(), InputMeter()
         self._find_end()
         watch.begin("building the network")
         if config.resume is None:  # else the checkpoint says from which image
@@ -128,7 +128,15 @@ class Session:
         self.work = fingerprint(
             config, readers, data, parts.model, self.device, self.threads, lr_scale
         )
-        self.meter = StepMeter(config, readers, self.device, data, self.progress, self.input)
+        self.meter = StepMeter(
+            config,
+            readers,
+            self.device,
+            data,
+            self.progress,
+            self.train_input,
+            self.val_input,
+        )
         if config.resume is not None:
             self._read_on()
 
@@ -144,7 +152,7 @@ class Session:
             self.workers,
             start,
             self.stop,
-            self.input,
+            self.train_input,
             self.left_out,
         )
 
@@ -377,6 +385,7 @@ class Session:
             self.data,
             self.device,
             self.workers,
+            self.val_input,
             self.recorder.console.show_evaluation,
         )
         step = self.progress.step

@@ -620,10 +620,9 @@ def test_bad_images_are_counted_over_ranks(colored: Config) -> None:
 
     def of(rank: int, sum_over_ranks: Callable) -> list[dict[int, str]]:
         world, told = a_world(rank, 2), []
-        meter = StepMeter(colored, world, CPU, data, Progress(), InputMeter())
-        assert meter.input is not None
+        meter = StepMeter(colored, world, CPU, data, Progress())
         for met in ({0: "empty", rank: "small"}, {0: "empty", rank + 1: "cut off"}):
-            meter.input.replaced |= met
+            meter.train_input.replaced |= met
             told.append(meter.take_replaced(Ranks(world, sum_over_ranks)))
         return [*told, meter.replaced]
 

@@ -15,6 +15,7 @@ from making import CPU, TinyNet, a_config, a_world, folder_config, write_images,
 from records import an_environment
 
 from recipe.data.batches import open_data
+from recipe.data.loading import InputMeter
 from recipe.record import fingerprint as environment
 from recipe.record.energy import EnergyMeter, EnergyUse
 from recipe.record.fingerprint import (
@@ -129,11 +130,12 @@ METER: Any = SimpleNamespace(
     step_seconds=50.0,
     total_seconds=60.0,
     phases=PhaseSums(),
-    input=None,
+    train_input=InputMeter(),
+    val_input=InputMeter(),
     energy=EnergyMeter([CPU], local_rank=1),
     replaced={3: "empty"},
     progress=SimpleNamespace(step=25, samples_seen=300, best_top1=40.0, skipped_steps=3),
-    data=SimpleNamespace(num_train=150, suspects=[]),
+    data=SimpleNamespace(num_train=150, train=None),
     config=a_config(),
 )
 RAN_ON = an_environment(rank_hosts=["here", "there"])

@@ -233,7 +233,7 @@ def begin_training(
     build = between(main.body, "model = build_model(", "parts = ")
     step = between(loop.body, "seed_step(", "meter.lap('optimizer')")
     config = a_config(norm_weight_decay=0.0, bias_weight_decay=0.1, **settings)
-    images = replace(SYNTHETIC, train=Mock(__len__=lambda _: 20), suspects=(Mock(),))
+    images = replace(SYNTHETIC, train=Mock(__len__=lambda _: 20))
     monkeypatch.setattr(
         batches_module, "load_batches", lambda *_: ((*one, 0, [], {}) for one in files(9))
     )

@@ -28,7 +28,7 @@ from making import CPU, a_world, at_once, folder_config, write_images
 from PIL import Image
 from test_images import noisy_jpeg
 
-from recipe.data import decoding, image_folder
+from recipe.data import image_folder, loading
 from recipe.data import shards as shards_module
 from recipe.data.batches import (
     Data,
@@ -39,6 +39,7 @@ from recipe.data.batches import (
 )
 from recipe.data.digits import open_digits
 from recipe.data.image_folder import Listing, check_train_and_val, list_images, read_arrays
+from recipe.data.loading import InputMeter
 from recipe.data.prepare import main, make_shards
 from recipe.data.shards import INDEX, Shards, open_shards
 from recipe.errors import UserError
@@ -844,21 +845,23 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read_all(data: Data, root: Path, workers: int, epochs: int = 2) -> None:
-    config, world = folder_config(root), a_world()
-    list(training_batches(data, config, world, CPU, workers, 0, epochs * data.num_train))
-    list(validation_batches(data, config, world, CPU, workers))
+def read_all(data: Data, root: Path, workers: int, epochs: int = 2) -> list[InputMeter]:
+    config, world, train, val = folder_config(root), a_world(), InputMeter(), InputMeter()
+    list(training_batches(data, config, world, CPU, workers, 0, epochs * data.num_train, train))
+    for _ in range(2):
+        list(validation_batches(data, config, world, CPU, workers, val))
+    return [train, val]
 
 
 def test_large_set(
     root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One is let pass; each is named once, however often it comes, and wherever it was met."""
-    monkeypatch.setattr(decoding, "ONE_IN", 2)  # of six and of two images
+    monkeypatch.setattr(loading, "ONE_SUSPECT_IN", 2)  # of six and of two images
     data = open_data(folder_config(root))
-    read_all(data, root, workers=1)
+    meters = read_all(data, root, workers=1)
     expected = [f"{root}/train/a/1.png", f"{root}/val/a/0.png"]
-    assert [found.names for found in data.suspects] == [[name] for name in expected]
+    assert [[*meter.suspects.values()] for meter in meters] == [[name] for name in expected]
     lines = capfd.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines if line.startswith("warning: ")] == expected
 
@@ -874,7 +877,7 @@ def test_too_many_in_a_set(
     root: Path, one_in: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a small one none is let pass."""
-    monkeypatch.setattr(decoding, "ONE_IN", one_in)
+    monkeypatch.setattr(loading, "ONE_SUSPECT_IN", one_in)
     (root / "train" / "b" / "1.png").write_bytes(noisy_jpeg(bytes(64)))
     with pytest.raises(UserError, match=rf"/train/[ab]/1\.png: .*{words}"):
         read_all(open_data(folder_config(root)), root, workers=0)

@@ -400,7 +400,7 @@ def test_all_that_is_wrong_is_told(root: Path, check: Callable[..., Any], tmp_pa
 def test_as_many_suspect_images_as_in_training(
     one_in: int, code: int, root: Path, check: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "ONE_IN", one_in)
+    monkeypatch.setattr(prepare, "ONE_SUSPECT_IN", one_in)
     (root / "train" / "b" / "0.png").write_bytes(noisy_jpeg(bytes(64)))
     assert check(root)[0] == code
 

@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from recipe import errors, watch
 from recipe import session as sessions
 from recipe.data.batches import Data
+from recipe.data.loading import InputMeter
 from recipe.data.order import samples_per_step
 from recipe.errors import EXIT_SAVED, UserError
 from recipe.files import partial_name
@@ -76,6 +77,7 @@ class Training(Session):
         self.ranks = Ranks(self.world)
         self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
         self.is_complete, self.kept_state = False, None
+        self.train_input, self.val_input = InputMeter(), InputMeter()
         if self.world.is_first:
             take_over(folder, config, self.progress)
         self.folder, self.data, self.first_step, self.last_step = (
@@ -337,7 +339,7 @@ def surviving(
     """A session whose rank keeps its state when another rank is lost; after three steps."""
     monkeypatch.setattr(sessions, "training_batches", lambda *_: iter(()))
     session, model = Training(tmp_path / "run", clock, config=replace(AUTO, rollback=1)), TinyNet()
-    session.device, session.workers, session.input = CPU, 0, None
+    session.device, session.workers = CPU, 0
     session.environment, session.lr_scale = ENVIRONMENT, 1.0
     parts = Trainables(model, build_optimizer(model, CONFIG), build_scaler(CONFIG, CPU), None)
     with (tmp_path / "state").open("w+b") as state, (tmp_path / "notes").open("w+b") as notes:

@@ -14,7 +14,6 @@ import torch
 
 from recipe import watch
 from recipe.data.dali import EncodedImages, dali_batches
-from recipe.data.decoding import SuspectImages
 from recipe.data.digits import open_digits
 from recipe.data.image_folder import Listing, check_train_and_val
 from recipe.data.images import TrainTransform, ValTransform, seeded
@@ -45,7 +44,6 @@ class Data:
     num_train: int  # per epoch
     num_val: int
     num_classes: int
-    suspects: tuple[SuspectImages, ...] = ()  # for train and for val
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -95,8 +93,7 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
     else:
         train, val = open_digits("train"), open_digits("val")
     check_train_and_val(train, val)
-    suspects = SuspectImages(train), SuspectImages(val)
-    return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes), suspects)
+    return Data(train, val, max(len(train), epoch_images), len(val), len(train.classes))
 
 
 def training_batches(
@@ -142,7 +139,7 @@ def training_batches(
         sizes = (transform.size_in(epoch) for _, _, epoch in places())
         sized = zip(sizes, batches, strict=True)
         reads = load_batches(Images(data.train, config, transform), sized, device, workers)
-        ready = copied_ahead(counted(reads, data.suspects[0], meter), config, device)
+        ready = copied_ahead(counted(reads, data.train, meter), config, device)
     if config.mixup_alpha or config.cutmix_alpha:
         keys = ((config.seed, position, world.rank) for position, _, _ in places())
         ready = (to_device(batch, config, device) for batch in ready)
@@ -173,9 +170,15 @@ def mixed(
 
 
 def validation_batches(
-    data: Data, config: Config, world: World, device: torch.device, workers: int
+    data: Data,
+    config: Config,
+    world: World,
+    device: torch.device,
+    workers: int,
+    meter: InputMeter | None = None,
 ) -> Iterator[Batch]:
-    """Yield this rank's share of the validation images; over all ranks each comes exactly once."""
+    """Yield this rank's share of the validation images; over all ranks each comes exactly once.
+    `meter` counts what is read."""
     indices = range(world.rank, data.num_val, world.size)
     size = config.val_batch_size
     firsts = range(0, len(indices), size)
@@ -186,7 +189,7 @@ def validation_batches(
         images = Images(data.val, config, ValTransform(config))
         sized = ((config.val_crop_size, samples) for samples in batches)
         reads = load_batches(images, sized, device, workers)
-        yield from copied_ahead(counted(reads, data.suspects[1], InputMeter()), config, device)
+        yield from copied_ahead(counted(reads, data.val, meter or InputMeter()), config, device)
 
 
 def _synthetic_batches(

@@ -5,7 +5,6 @@ Needs no torch, so that recipe/data/prepare.py starts at once.
 
 import io
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,12 +12,10 @@ import numpy as np
 import simplejpeg
 from PIL import Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
-from recipe.data.image_folder import Listing
 from recipe.errors import BadImage
 
 # One image in this many may be suspect: ImageNet, too, has some with bytes left over.
-ONE_IN = 10_000
-MAX_NAMES = 100
+ONE_SUSPECT_IN = 10_000
 # Rows decoded below the last one that is needed: upsampling may mix its colours with theirs, and
 # colours come in whole blocks.
 ROWS_BELOW = 2
@@ -175,31 +172,3 @@ def _open_by_pillow(content: bytes) -> Image.Image:
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
         raise ValueError("float, 32-bit or signed levels of unknown range: convert it to 8 bits")
     return image
-
-
-class SuspectImages:
-    """The images of `listing` that had bytes left over when this rank decoded them."""
-
-    def __init__(self, listing: Listing) -> None:
-        self.listing, self.allowed = listing, len(listing) // ONE_IN
-        self.found: set[int] = set()
-
-    def add(self, index: int, left_over: int) -> None:
-        """Record image `index`, and warn if it is new; UserError if there are too many."""
-        if index in self.found:
-            return
-        self.found.add(index)
-        name = self.listing.name(index)
-        if len(self.found) > self.allowed:
-            note = f" ({self.allowed:,} such files in {len(self.listing):,} are allowed)"
-            raise suspect(name, left_over, note if self.allowed else "")
-        print(
-            f"warning: {name}: {left_over:,} bytes more than its pixels need; it may be damaged",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the first MAX_NAMES of these images."""
-        return [self.listing.name(index) for index in sorted(self.found)[:MAX_NAMES]]

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from recipe.command import UNREAD_S, prepare_output
-from recipe.data.decoding import SuspectImages, suspect
+from recipe.data.decoding import ONE_SUSPECT_IN, suspect
 from recipe.data.image_folder import Listing
 from recipe.data.images import TrainTransform, ValTransform, empty_batch, uniform_numbers
 from recipe.data.order import Sample
@@ -41,12 +41,13 @@ ONE_REPLACED_IN, MOST_REPLACED = 1000, 10
 
 @dataclass
 class InputMeter:
-    """Counts the training images, and their encoded bytes, that this rank has received so far,
-    whether it or its loader processes read them."""
+    """What this rank has received of the training or of the validation images so far, whether it
+    or its loader processes read them."""
 
     files: int = 0
-    bytes: int = 0
+    bytes: int = 0  # encoded
     replaced: dict[int, str] = field(default_factory=dict)  # reason for each bad image, by index
+    suspects: dict[int, str] = field(default_factory=dict)  # names of suspect images, by index
 
 
 class Images(Dataset):
@@ -110,15 +111,31 @@ def check_replaced(listing: Listing, replaced: Collection[int]) -> None:
         )
 
 
-def counted(reads: Iterable[Read], suspects: SuspectImages, meter: InputMeter) -> Iterator[Batch]:
-    """Yield the images and labels of `reads`; record the rest in `suspects` and `meter`."""
-    for images, labels, num_bytes, suspect_images, replaced in reads:
-        for index, left_over in suspect_images:
-            suspects.add(index, left_over)
+def counted(reads: Iterable[Read], listing: Listing, meter: InputMeter) -> Iterator[Batch]:
+    """Yield the images and labels of `reads` from `listing`; record the rest in `meter`."""
+    for images, labels, num_bytes, suspects, replaced in reads:
+        for index, left_over in suspects:
+            _note_suspect(listing, index, left_over, meter)
         meter.files += len(labels)
         meter.bytes += num_bytes
         meter.replaced |= replaced
         yield images, labels
+
+
+def _note_suspect(listing: Listing, index: int, left_over: int, meter: InputMeter) -> None:
+    """Record image `index`, and warn if it is new; UserError if there are too many."""
+    if index in meter.suspects:
+        return
+    name = meter.suspects[index] = listing.name(index)
+    allowed = len(listing) // ONE_SUSPECT_IN
+    if len(meter.suspects) > allowed:
+        note = f" ({allowed:,} such files in {len(listing):,} are allowed)"
+        raise suspect(name, left_over, note if allowed else "")
+    print(
+        f"warning: {name}: {left_over:,} bytes more than its pixels need; it may be damaged",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def load_batches(

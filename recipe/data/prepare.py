@@ -30,7 +30,7 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from recipe.command import run_tool
-from recipe.data.decoding import ONE_IN, decode, image_size, suspect
+from recipe.data.decoding import ONE_SUSPECT_IN, decode, image_size, suspect
 from recipe.data.image_folder import (
     CLASS_NAME,
     DAMAGE,
@@ -415,7 +415,8 @@ def check_images(
         + "".join(f"; {line}" for line in report["left_out"])
     )
     if report["bad"] or any(
-        len(wrong) > len(listing) // ONE_IN for listing, wrong in zip(listings, faults, strict=True)
+        len(wrong) > len(listing) // ONE_SUSPECT_IN
+        for listing, wrong in zip(listings, faults, strict=True)
     ):
         raise UserError(
             f"{summary}. Replace them by good copies, or remove them; --bad-images replace trains "

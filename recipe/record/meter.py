@@ -127,7 +127,8 @@ class StepMeter:
         device: torch.device,
         data: Data,
         progress: Progress,
-        input_meter: InputMeter | None = None,
+        train_input: InputMeter | None = None,
+        val_input: InputMeter | None = None,
     ) -> None:
         self.config, self.data, self.progress = config, data, progress
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
@@ -141,7 +142,7 @@ class StepMeter:
         # steps, and the laps of these.
         self.coming: list[tuple[Sums, Any, list[tuple[Sums, float, int, int]], list[Laps]]] = []
         self.phases = PhaseSums()
-        self.input = input_meter  # None for synthetic data
+        self.train_input, self.val_input = train_input or InputMeter(), val_input or InputMeter()
         self.replaced: dict[int, str] = {}  # why images were bad, by index, on any rank
         self.energy = EnergyMeter([device], world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, without evaluations and checkpoints
@@ -196,9 +197,8 @@ class StepMeter:
     def take_replaced(self, ranks: Ranks) -> dict[int, str]:
         """Return the bad images that any rank has replaced since the last call, and no rank before
         it: why they were bad, by index."""
-        assert self.input is not None
-        rows = ranks.gather(list(self.input.replaced.items()))
-        self.input.replaced.clear()
+        rows = ranks.gather(list(self.train_input.replaced.items()))
+        self.train_input.replaced.clear()
         new = {index: why for row in rows for index, why in row if index not in self.replaced}
         self.replaced |= new
         return new
@@ -257,6 +257,7 @@ def network_bytes() -> float:
 
 # -- All that a session measured: summary.json -----------------------------------------------------
 
+MAX_NAMES = 100  # of suspect images for training, and for validation
 STRAGGLES = 0.1  # a rank straggles if it is slower than the typical rank by this share of a step
 
 
@@ -275,7 +276,7 @@ class Usage:
 
 def measure_usage(meter: StepMeter, world: World, model: nn.Module, device: torch.device) -> Usage:
     """Return what this rank used in its session."""
-    read = meter.input
+    read, reads_files = meter.train_input, meter.data.train is not None
     return Usage(
         rank=Rank(
             rank=world.rank,
@@ -286,9 +287,9 @@ def measure_usage(meter: StepMeter, world: World, model: nn.Module, device: torc
         ),
         energy=meter.energy.use(),
         weights_sha256=weights_sha256(model, buffers=False),
-        files=read.files if read is not None else math.nan,
-        bytes=read.bytes if read is not None else math.nan,
-        suspect_images=sum(len(images.found) for images in meter.data.suspects),
+        files=read.files if reads_files else math.nan,
+        bytes=read.bytes if reads_files else math.nan,
+        suspect_images=len(read.suspects) + len(meter.val_input.suspects),
         network_bytes=meter.network_bytes,
     )
 
@@ -337,7 +338,11 @@ def summarize(
         energy=energy_summary([usage.energy for usage in used], images),
         suspect_images=SuspectImages(
             count=sum(usage.suspect_images for usage in used),
-            names=[name for images in meter.data.suspects for name in images.names],
+            names=[
+                name
+                for read in (meter.train_input, meter.val_input)
+                for _, name in sorted(read.suspects.items())[:MAX_NAMES]
+            ],
         ),
         replaced_images=len(meter.replaced),
         gradient_bytes=gradient_bytes(working_copy(model, meter.config), work),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recipe.data.batches import Data, validation_batches
-from recipe.data.loading import Batch, to_device
+from recipe.data.loading import Batch, InputMeter, to_device
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.training.batch_norm import align_batch_norm
@@ -91,6 +91,7 @@ def validate(
     data: Data,
     device: torch.device,
     workers: int,
+    input_meter: InputMeter | None = None,
     show: Show = lambda images: None,
 ) -> list[Evaluation]:
     """Evaluate the model, and its moving average if there is one, on all validation images. Do
@@ -105,7 +106,7 @@ def validate(
     for weights, candidate in {"model": model, "ema": ema}.items():
         if candidate is not None:
             started = time.perf_counter()
-            batches = validation_batches(data, config, ranks.world, device, workers)
+            batches = validation_batches(data, config, ranks.world, device, workers, input_meter)
             sums = ranks.sum(evaluate(candidate, batches, config, device, show)).cpu()
             evaluations.append(Evaluation(weights, sums, time.perf_counter() - started))
     return evaluations
