@@ -23,6 +23,7 @@ from compare.page.allreduce import as_json, read_measurement, text_report
 from compare.plan.blocks import shuffled
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import most_on_a_host, path_from_here, read_hosts
+from compare.plan.launchers import launch_words
 from compare.plan.plan_file import check_known
 from compare.running.checks import check_cores, check_load, missing_for, warning_text
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
@@ -187,7 +188,7 @@ def command(name: str, settings: dict[str, Any], place: Path) -> list[str]:
     # An MPI may know no GPU's memory.
     cuda = [] if settings["cuda"] and configuration.transport != "mpi" else ["--no-cuda"]
     return [
-        *configuration.launch_words(settings["workers"], settings["hosts"]),
+        *launch_words(configuration, settings["workers"], settings["hosts"]),
         path_from_here(configuration.trained_by.allreduce),
         "--sizes",
         *map(str, sorted({*settings["sizes"]})),

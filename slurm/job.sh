@@ -32,7 +32,7 @@ done
 flags=(--log-dir "$RUNS" --name "$NAME" --resume auto --checkpoint-steps 500)
 
 allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodrun take them: a:4,b:4
-    python -c 'from compare.plan.environment import read_allocation; print(read_allocation())'
+    python -c 'from compare.plan.environment import slurm_hosts; print(slurm_hosts())'
 }
 
 meeting_port() {  # this job's port for its ranks to meet; kernels assign none of this range

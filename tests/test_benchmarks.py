@@ -31,6 +31,7 @@ from compare.page.formats import as_json, as_markdown, as_text
 from compare.page.report import Report
 from compare.page.tables import goals_tables, table_text
 from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.launchers import launch_words
 from compare.plan.plan import Run
 from compare.run import make_plan, parse_options
 from compare.running import take_turns
@@ -187,7 +188,7 @@ def test_each_plan_is_valid_and_starts_what_is_there(path: Path, monkeypatch) ->
         assert not any("{" in word for word in words)
         launcher = {"torchrun": "ddp-torchrun", "mpirun": "ddp-mpi"}.get(words[1])
         if plan.side and launcher:  # the words by which a comparison starts two ranks
-            assert words[1 : len(own := CONFIGURATIONS[launcher].launch_words(2, None)) + 1] == own
+            assert words[1 : len(own := launch_words(CONFIGURATIONS[launcher], 2, None)) + 1] == own
 
 
 def test_flags_and_folder_of_a_side() -> None:

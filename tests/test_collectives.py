@@ -335,7 +335,7 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(tmp_path, m
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
-        ("torch.distributed", {"workers": 3, "hosts": "a:2,b:1"}, "mpirun -np 3 -H a:2,b:1 "),
+        ("torch.distributed", {"workers": 3, "hosts": "a:2,b:1"}, "mpirun -x .* -np 3 -H a:2,b:1 "),
         ("torch-mpi", {}, "ddp_train/torch_allreduce.py .* --transport mpi --no-cuda "),
         ("horovod-gloo", {"network_interface": "eth1"}, " GLOO_SOCKET_IFNAME=eth1 "),
     ],

@@ -20,9 +20,9 @@ from launching import marked, rarely, read_json, wait_until
 from records import a_summary
 
 from compare import run
-from compare.plan import plan_file
-from compare.plan.configurations import Configuration
+from compare.plan import launchers, plan_file
 from compare.plan.environment import REMOVED_VARIABLES
+from compare.plan.launchers import START_COMMANDS, StartCommand
 from compare.plan.plan import Plan
 from compare.run import main
 from compare.running import checks, comparison, launch
@@ -80,8 +80,9 @@ DRIVER = """
 import sys
 from compare import run
 from compare.running import checks, comparison, launch
-from compare.plan import configurations, plan_file
-configurations.Configuration.launcher_words = lambda *_: [sys.executable, {launcher!r}]
+from compare.plan import launchers, plan_file
+made_up = launchers.StartCommand(lambda *_: [sys.executable, {launcher!r}], comes_with="")
+launchers.START_COMMANDS = dict.fromkeys(launchers.START_COMMANDS, made_up)
 checks.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.take_default_plan = lambda options: None
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs
@@ -99,7 +100,7 @@ sys.exit(run.main(sys.argv[1:]))
 
 # What the driver replaces, to be put back where it runs in this process.
 REPLACED = [
-    (Configuration, "launcher_words"),
+    (launchers, "START_COMMANDS"),
     (checks, "has_horovod"),
     (launch, "GRACE_SECONDS"),
     *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
@@ -501,7 +502,8 @@ def test_warnings_are_printed_and_written_down(comparing):
 def test_a_runs_own_work_is_not_other_load(comparing, monkeypatch):
     """A run that burns a CPU-second on a machine that was busy for four."""
     program = "import time\nwhile time.process_time() < 1: pass"
-    monkeypatch.setattr(Configuration, "launcher_words", lambda *_: [sys.executable, "-c", program])
+    burning = StartCommand(lambda *_: [sys.executable, "-c", program], comes_with="")
+    monkeypatch.setitem(START_COMMANDS, "torchrun", burning)
     monkeypatch.setattr(launch, "busy_cpu_seconds", iter([100.0, 104.0]).__next__)
     outcome = launch.start_and_wait(Plan().runs()[0], comparing.folder, 60, "a run")
     assert 2.0 < outcome.other_load * outcome.seconds <= 3.0  # run.py and its watchdog work, too

@@ -92,7 +92,6 @@ NEVER_ASKING = "-o BatchMode=yes -o ConnectTimeout=10"
 # A host name, which ssh and launchers cannot mistake for an option. With an option such as -F or
 # -oProxyCommand a hostfile could run a program.
 HOST_NAME = r"[A-Za-z0-9_][\w.@-]*"
-SLURM = "slurm"  # as the value of --hosts: the hosts of the allocation that run.py runs in
 
 
 def read_hosts(text: str, source: str = "--hosts") -> dict[str, int]:
@@ -125,7 +124,7 @@ def read_hostfile(path: Path) -> str:
     return named
 
 
-def read_allocation() -> str:
+def slurm_hosts() -> str:
     """Return the hosts of this Slurm allocation as `a:2,b:2`; raises UserError.
 
     A host's number of workers is the job's number of tasks on it.
@@ -152,6 +151,10 @@ def read_allocation() -> str:
             "the hosts"
         )
     return ",".join(f"{node}:{count}" for node, count in zip(names, counts, strict=True))
+
+
+# The batch systems whose names --hosts takes, for the hosts of the job that this command runs in.
+ALLOCATIONS = {"slurm": slurm_hosts}
 
 
 def placement(workers: int, hosts: str) -> dict[str, int]:

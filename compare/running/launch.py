@@ -24,6 +24,7 @@ import psutil
 
 from compare.plan.blocks import RUN_MARK
 from compare.plan.environment import run_environment
+from compare.plan.launchers import has_daemons
 from compare.plan.plan import Outcome, Run, Status
 from compare.running.take_turns import busy_cpu_seconds, send_signal
 from recipe.files import write_json
@@ -63,7 +64,9 @@ def start_and_wait(
         return "completed" if end_after_steps and step["step"] >= end_after_steps else None
 
     command, summary = run.command(folder.parent), folder / "summary.json"
-    return start_command(command, folder, timeout, summary, look, not run.configuration.has_daemons)
+    return start_command(
+        command, folder, timeout, summary, look, not has_daemons(run.configuration)
+    )
 
 
 def start_command(

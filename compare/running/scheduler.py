@@ -41,6 +41,7 @@ from compare.evidence.reading import read_block
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS, RUN_MARK
 from compare.plan.environment import ROOT, path_from_here
+from compare.plan.launchers import START_COMMANDS, has_daemons, pass_on
 from compare.plan.plan import SIDE_RUN, Plan, Run
 from compare.running.checks import visible_gpus
 from compare.running.launch import (
@@ -450,7 +451,7 @@ def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:
 def is_over_hosts(side: Run) -> bool:
     """Return whether some of the side's ranks are, or may be, on other hosts."""
     elsewhere = side.hosts is not None if side.is_script else side.leaves_this_host
-    return elsewhere or side.configuration.has_daemons
+    return elsewhere or has_daemons(side.configuration)
 
 
 def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subprocess.Popen[bytes]:
@@ -458,15 +459,15 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     nothing of an earlier call remains. `who` is the value of the ranks' variable SCHEDULER."""
     clear_folder(folder, keep_failure=False)
     command = side.command(folder.resolve(), SIDE_RUN.name, [path_from_here(TAKE_TURNS)])
-    # Lets the steps of a Slurm job share its cores, instead of waiting for each other to end.
-    variables = {"SLURM_OVERLAP": "1", SCHEDULER: who}
+    variables = {SCHEDULER: who}
+    for launcher in START_COMMANDS.values():
+        variables |= launcher.sharing
     if side.is_script:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
         variables |= {"PYTHONPATH": path, **WITHOUT_TIMEOUTS}
-    if is_over_hosts(side) and "mpirun" in command:  # other launchers pass the environment on
-        at = command.index("mpirun") + 1
-        names = [RUN_MARK, SCHEDULER, *["PYTHONPATH"] * side.is_script]
-        command[at:at] = [word for name in names for word in ("-x", name)]
+    if is_over_hosts(side):
+        names = [RUN_MARK, SCHEDULER, "PYTHONPATH"] if side.is_script else [RUN_MARK, SCHEDULER]
+        command = pass_on(command, names)
     return launches.launch(command, folder, variables)
 
 

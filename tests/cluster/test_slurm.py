@@ -12,6 +12,7 @@ from hosts import BIN, Host
 from launching import SMALL, change_on_rank, rarely, read_json, read_lines, wait_until
 
 from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.launchers import srun_words
 from slurm import Slurm, slurm, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -181,7 +182,7 @@ pmix.PMIx_Finalize(None, 0)
 
 def test_no_rank_passes_a_fence_before_all_have_come(cluster: Slurm, tmp_path: Path) -> None:
     """Else MPI_Init of Horovod's ranks crashes at times: see slurm/horovod_srun.sbatch."""
-    flags = CONFIGURATIONS["horovod-srun"].srun_words(4, None)
+    _, *flags, _ = srun_words(CONFIGURATIONS["horovod-srun"], 4, None)
     command = ["srun", "--nodes=2", "--ntasks-per-node=2", *flags, "python", "-c", FENCES]
     cluster.run([*command, str(tmp_path)]).checked()
     ranks = [read_json(tmp_path / f"{rank}.json") for rank in range(4)]
