@@ -25,7 +25,7 @@ from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import most_on_a_host, path_from_here, read_hosts
 from compare.plan.launchers import launch_words
 from compare.plan.plan_file import check_known
-from compare.running.checks import check_cores, check_load, missing_for, warning_text
+from compare.running.checks import check_cores, check_load, missing_for, warning_texts
 from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
 from recipe.command import run_tool
 from recipe.errors import UserError, refuse
@@ -151,7 +151,7 @@ def measure_backends(
     if named and missing:
         raise UserError("\n".join(missing))
     findings = [check_load(), check_cores(most_on_a_host(workers, hosts), settings["threads"])]
-    warnings = [*missing, *(warning_text(one) for one in findings if one.status != "ok")]
+    warnings = [*missing, *warning_texts(findings)]
     print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     backends = [name for name in asked if not reasons[name]]
     folder.mkdir(parents=True, exist_ok=True)

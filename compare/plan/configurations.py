@@ -56,7 +56,7 @@ ENGINES = {
     SCRIPT: Engine("", SCRIPT),
 }  # fmt: skip
 # The engines to compare, in the order of tables.
-PEERS = {name: one.title for name, one in ENGINES.items() if one.is_peer}
+PEERS = {name: engine.title for name, engine in ENGINES.items() if engine.is_peer}
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def steering_variables() -> dict[str, str]:
 def trainers_sha256() -> str:
     """Return the digest of the trainers' sources, so that runs of different code are not mixed."""
     digest = hashlib.sha256()
-    for path in sorted(path for one in FOLDERS for path in ROOT.glob(f"{one}/**/*.py")):
+    for path in sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")):
         digest.update(f"{path.relative_to(ROOT)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

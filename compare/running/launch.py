@@ -251,7 +251,7 @@ def shown_tail(folder: Path, indent: str = "  ", kept: Path | None = None) -> st
     earlier, cause = lines[:-TAIL_LINES], list[str]()
     for at, line in enumerate(earlier):
         if CAUSE.match(line):  # an error's further lines are indented
-            rest = takewhile(lambda one: one.startswith("  "), earlier[at + 1 :])
+            rest = takewhile(lambda line: line.startswith("  "), earlier[at + 1 :])
             cause = [line, *rest, "..."]
             break
     shown = [*cause, *lines[-TAIL_LINES:]]
