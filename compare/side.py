@@ -43,6 +43,12 @@ class Side:
 
             self._client = join(ranks, weights)
 
+    @property
+    def case(self) -> str:
+        """The case of the next step, by its name in the plan: one launch measures all cases, and
+        changes between them. "" in a plan without cases, in the first steps, and by hand."""
+        return self._client.case if self._client is not None else ""
+
     def step(self, **done: float) -> None:
         """Report the end of a step and this rank's work in it, such as `images=64` or
         `tokens=8192`; speeds have the same unit. torch's work on a GPU is waited for; with another

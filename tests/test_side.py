@@ -88,6 +88,7 @@ def test_a_measured_script_loads_psutil_alone():
 def test_a_step_says_what_it_has_done_in_one_unit():
     side = Side()
     side.step(tokens=4096)
+    assert side.case == ""
     for done in ({}, {"images": 1, "tokens": 2}):
         with pytest.raises(TypeError, match=r"in one unit, as in step\(images=64\)"):
             side.step(**done)
@@ -136,6 +137,7 @@ def test_a_flag_and_a_plan_file_say_the_same(tmp_path):
         (["--configurations", "ddp-torchrun"], "--configurations ddp-torchrun: there is no such"),
         (["--side", "x="], "--side x=: give the command"),
         (["--side", "a b=python x.py"], "'a b': is used as a folder's name"),
+        (["--case", "small=--batch-size 8"], "--case small=--batch-size 8: a script is told only"),
         ([], "--side mine: is the only side"),
         (["--side", "mine=python b.py"], "--side mine: is given twice"),
     ],

@@ -37,7 +37,7 @@ from compare.plan.configurations import (
     Configuration,
 )
 from compare.plan.environment import ROOT
-from compare.plan.plan import Case, Plan, Run
+from compare.plan.plan import Case, OwnScript, Plan, Run, Words
 from compare.plan.plan_file import write_plan
 from compare.run import parse_options
 from compare.running import comparison, take_turns
@@ -58,6 +58,7 @@ from compare.running.scheduler import (
     Scheduler,
     make_turn,
     run_block,
+    run_blocks,
     start_side,
 )
 from compare.running.take_turns import State, receive, send
@@ -115,21 +116,25 @@ class MadeUp(Scheduler):
 
     quiet_cores = 0.25
 
-    def __init__(self, pace: dict[str, float], *loads: float) -> None:
-        self.pace, self.loads, self.plan = pace, list(loads), Plan(rounds=2)
+    def __init__(self, paces: dict[str, float], *loads: float, **plan: Any) -> None:
+        self.paces, self.loads, self.plan = paces, list(loads), Plan(rounds=2, **plan)
+        self.steps = dict.fromkeys(paces, 1)
+
+    def pace(self, side: Run) -> float:
+        return self.paces[side.side]
 
     def take_turn(
         self, side: Run, round_: int, purpose: turns.Purpose = "speed", **how: bool
     ) -> Turn:
         load = self.loads.pop(0) if self.loads else 0.0
-        seconds = self.pace[side.side] * self.steps
+        seconds = self.pace(side) * self.steps_of(side)
         return Turn(side.side, round_, seconds, 1.0, 1.0, load, purpose=purpose)
 
 
 def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
     scheduler = MadeUp({"quick": 0.02, "slow": 1.0, "usual": 0.1})
     trials = scheduler.find_steps([side("quick"), side("slow"), side("usual")])
-    assert scheduler.steps == 5
+    assert scheduler.steps == {"quick": 5, "slow": 5, "usual": 5}
     assert [(one.side, one.purpose) for one in trials] == [
         ("quick", "trial"),
         ("slow", "trial"),
@@ -137,12 +142,21 @@ def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
     ]
 
 
+def test_where_cases_share_a_launch_each_side_fills_its_own_turn() -> None:
+    scheduler = MadeUp(
+        {"quick": 0.001, "slow": 1.0},
+        side={"quick": OwnScript(Words()), "slow": OwnScript(Words())},
+        case={"4K-fp32": Case()},
+    )
+    scheduler.find_steps([side("quick"), side("slow")])
+    assert scheduler.steps == {"quick": 500, "slow": 1}
+
+
 def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
     scheduler, lines = MadeUp({"a": 1.0, "b": 2.0}, 0.5, 0.1, 0.2, 0.9, 0.8, 0.7, 0.6), list[str]()
-    scheduler.steps = 1
     taken, seconds = scheduler.take_rounds([side("a"), side("b")], lines.append)
     assert [(t.side, t.round, t.other_load, t.purpose) for t in taken] == [
         ("a", 0, 0.5, "disturbed"),
@@ -211,17 +225,22 @@ def test_a_turns_clock_starts_behind_its_lead_in(
     watch.sleep = lambda seconds: setattr(watch, "now", watch.now + seconds)
     monkeypatch.setattr(take_turns, "time", watch)
 
-    def steps(*seconds: float) -> None:
+    def steps(*seconds: float, **own: float) -> None:
         for duration in seconds:
             watch.now += duration
-            client.step_ended()
+            client.step_ended(**own)
 
     lead_in = [100.0] * take_turns.LEAD_IN_STEPS
     for _ in range(2):
         send(there, State.RUNNING, steps=2)
         steps(*lead_in, 1.0, 2.0)
-    done = {"seconds": 3.0 * (1 + delay), "images": 0.0, "unit": "images"}
+    wall = 3.0 * (1 + delay)
+    done = {"seconds": wall, "wall_seconds": wall, "images": 0.0, "unit": "images"}
     assert [receive(there) for _ in range(2)] == [(State.READY, done)] * 2
+    # A side that times its own steps, as an all-reduce does.
+    send(there, State.RUNNING, steps=2)
+    steps(*lead_in, 1.0, 2.0, seconds=0.25)
+    assert receive(there) == (State.READY, done | {"seconds": 0.5})
 
 
 # ------------------------------------------------------------------------------ what is started
@@ -273,6 +292,44 @@ def test_sides_take_turns_and_leave_nothing(
         assert turn.images_per_second > 0 and turn.cpu_seconds_per_image > 0
     assert lines[0] == "starting one, pair"
     assert lines[-1].startswith("round 2 of 2, ")
+
+
+CASES = """
+import time
+from compare.side import Side
+side, before = Side(), None
+for step in range(10**9):
+    if side.case != before:
+        before = side.case
+        print(f"case '{before}'", flush=True)
+    time.sleep(0.005)
+    side.step(images=8)
+"""
+
+
+def test_one_launch_measures_all_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.05)
+    monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
+    (tmp_path / "cases.py").write_text(CASES)
+    script = OwnScript(Words((sys.executable, str(tmp_path / "cases.py"))))
+    plan = Plan(
+        side={"a": script, "b": script},
+        configurations=("a", "b"),
+        case={"small": Case(), "large": Case()},
+        rounds=2,
+    )
+    cases, lines = [plan.in_order(1, *group) for group in plan.groups()], list[str]()
+    began = time.monotonic()
+    blocks = run_blocks(cases, plan, tmp_path / "block-1", 1, lines.append)
+    assert sum(block["seconds"] for block in blocks) <= time.monotonic() - began
+    for block, sides in zip(blocks, cases, strict=True):
+        order = [side.side for side in sides]
+        speed = [turn["side"] for turn in block["turns"] if turn["purpose"] == "speed"]
+        assert block["order"] == order and speed == [*order, *reversed(order)]
+    for name in "ab":
+        output = (tmp_path / "block-1" / name / "0/output.log").read_text()
+        assert output.splitlines() == ["case ''", "case 'small'", "case 'large'"]
+    assert lines[-1].startswith("large, round 2 of 2, ")
 
 
 def test_ranks_on_other_hosts_get_what_they_are_told(tmp_path: Path) -> None:

@@ -452,6 +452,12 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """The names of the cases; [""] in a plan without cases."""
         return list(self.case) or [""]
 
+    @property
+    def shares_launch(self) -> bool:
+        """Whether one launch of each side measures all cases: a user's own scripts are told which
+        one is next. A trainer's case is part of its flags."""
+        return bool(self.side and self.case)
+
     def known(self) -> dict[str, Configuration]:
         """Return all configurations that this plan may use, by name."""
         if self.side:
@@ -567,9 +573,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def groups(self) -> list[tuple[str, int]]:
         """Return each case at each number of workers: the groups within which configurations are
         compared. Only its command knows how many workers a user's own script has: 0 here."""
-        if self.side:
-            return [("", 0)]
-        return [(case, workers) for case in self.cases for workers in self.workers]
+        workers = (0,) if self.side else self.workers
+        return [(case, number) for case in self.cases for number in workers]
 
     def in_order(self, block: int, case: str, workers: int) -> list[Run]:
         """Return a run of each configuration, in the order of this block. Configurations that are

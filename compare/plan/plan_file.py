@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection
 from contextlib import suppress
@@ -62,7 +63,7 @@ OF_GLOBAL_BATCH = {
 }
 # Fields that cannot be combined with a user's own scripts.
 OF_TRAINERS = (
-    "configuration", "case", "workers", "network_interface", "global_batch_size",
+    "configuration", "workers", "network_interface", "global_batch_size",
     "trainer_arguments", "measure", "full_runs", "no_phases",
 )  # fmt: skip
 FIELD_OF = {field.name: field for field in FIELDS}
@@ -289,6 +290,12 @@ def check_scripts(plan: Plan) -> None:
     for name, side in plan.side.items():
         if not side.command:
             raise UserError(f"--side {name}=: give the command that starts its ranks")
+    for name, case in plan.case.items():
+        if case.flags:
+            raise UserError(
+                f"--case {name}={shlex.join(case.flags)}: a script is told only the name, by "
+                f"side.case; give --case {name}="
+            )
     for name in OF_TRAINERS:
         given = None if name == "trainer_arguments" and takes_flags else getattr(plan, name)
         if given not in (None, getattr(default, name)):

@@ -107,36 +107,60 @@ def run_block(
     report: Callable[[str], None],
     seal: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Block:
-    """Start the sides in this order, warm them up, let them take turns, and write block.json.
+    """Measure a block of one case, and write block.json. `seal` adds the digests that guard it."""
+    (measured,) = run_blocks([sides], plan, folder, number, report)
+    write_json(folder / "block.json", seal(measured))
+    return read_block(folder / "block.json")
+
+
+def run_blocks(
+    cases: Sequence[Sequence[Run]],
+    plan: Plan,
+    folder: Path,
+    number: int,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Start the sides and warm them up; let them take turns at one case after the other, and return
+    a block of each. `cases`: the sides of each case in its order. The first case's order is that of
+    the starts.
 
     A turn that other processes disturb is repeated, after at most PATIENCE seconds of waiting for
-    quiet. In all there are at most as many repetitions as regular turns. `seal` adds the digests
-    that guard block.json to its content.
+    quiet. In all there are at most as many repetitions as regular turns. The seconds of starts and
+    ends are shared by the cases.
 
     Raises MeasurementError if a side fails.
     """
-    began, order = time.monotonic(), [side.side for side in sides]
-    with Scheduler(folder, plan, sides) as scheduler:
-        report(f"starting {', '.join(order)}")
-        scheduler.start(*sides)
+    began, first = time.monotonic(), cases[0]
+    blocks = list[dict[str, Any]]()
+    with Scheduler(folder, plan, first) as scheduler:
+        report(f"starting {', '.join(side.side for side in first)}")
+        scheduler.start(*first)
         about_sides = {"unit": scheduler.unit(), "facts": scheduler.facts()}
-        trials = [] if plan.steps else scheduler.find_steps(sides)
-        turns, disturbed = scheduler.take_rounds(sides, report)
-        measured = {
-            "number": number,
-            "order": order,
-            "rounds": plan.rounds,
-            "commands": [shlex.join(side.command(Path("runs/by-hand"), "run")) for side in sides],
-            "turns": [asdict(turn) for turn in (*trials, *turns)],
-            "steps": dict.fromkeys(order, scheduler.steps),
-            "disturbed_seconds": round(disturbed, 3),
-            "quiet_cores": scheduler.quiet_cores,
-            "weights": scheduler.weights(),
-            **about_sides,
-        }
-    measured["seconds"] = round(time.monotonic() - began, 3)
-    write_json(folder / "block.json", seal(measured))
-    return read_block(folder / "block.json")
+        for sides in cases:
+            began_case = time.monotonic()
+            trials = [] if plan.steps else scheduler.find_steps(sides)
+            turns, disturbed = scheduler.take_rounds(sides, report)
+            order = [side.side for side in sides]
+            commands = [side.command(Path("runs/by-hand"), "run") for side in sides]
+            blocks.append(
+                {
+                    "number": number,
+                    "order": order,
+                    "rounds": plan.rounds,
+                    "commands": [shlex.join(words) for words in commands],
+                    "turns": [asdict(turn) for turn in (*trials, *turns)],
+                    "steps": {side.side: scheduler.steps_of(side) for side in sides},
+                    "disturbed_seconds": round(disturbed, 3),
+                    "quiet_cores": scheduler.quiet_cores,
+                    "weights": scheduler.weights(),
+                    "seconds": time.monotonic() - began_case,
+                    **about_sides,
+                }
+            )
+    shared = time.monotonic() - began - sum(block["seconds"] for block in blocks)
+    for block in blocks:
+        block["seconds"] = round(block["seconds"] + shared / len(blocks), 3)
+    return blocks
 
 
 @dataclass
@@ -165,7 +189,8 @@ class Scheduler(Launches):
 
     def __init__(self, folder: Path, plan: Plan, sides: Sequence[Run] = ()) -> None:
         super().__init__()
-        self.folder, self.plan, self.steps = folder, plan, plan.steps or 0
+        self.folder, self.plan = folder, plan
+        self.steps = dict[str, int]()  # of a turn, by side, where the plan leaves them open
         self.aside, self.key = failed_folder(folder), secrets.token_bytes(32)
         self.listener, self.address = listen(sides)
         self.started: dict[str, subprocess.Popen[bytes]] = {}  # each side's launcher
@@ -229,12 +254,24 @@ class Scheduler(Launches):
         """Set the steps of a turn so that it lasts TURN_SECONDS, from the pace of trial turns.
 
         A trial is also a side's first turn with the cores to itself. All sides get the same number
-        of steps, or they would not do the same work. Return the trial turns."""
-        self.steps = TRIAL_STEPS
+        of steps, or they would not do the same work. Not so where cases share a launch: a step of
+        one side may take a hundred times as long as another's. Return the trial turns."""
+        self.steps = dict.fromkeys((side.side for side in sides), TRIAL_STEPS)
         trials = [self.take_turn(side, 0, "trial") for side in sides]
-        pace = median(turn.seconds for turn in trials) / TRIAL_STEPS
-        self.steps = max(1, round(TURN_SECONDS / pace))
+        paces = {side.side: self.pace(side) for side in sides}
+        if not self.plan.shares_launch:
+            paces = dict.fromkeys(paces, median(paces.values()))
+        self.steps = {name: max(1, round(TURN_SECONDS / pace)) for name, pace in paces.items()}
         return trials
+
+    def steps_of(self, side: Run) -> int:
+        """Return the steps of each of a side's turns."""
+        return self.plan.steps or self.steps[side.side]
+
+    def pace(self, side: Run) -> float:
+        """Return the seconds from one step's end to the next, in a side's last turn."""
+        seconds = fmean(rank.measured["wall_seconds"] for rank in self.of(side))
+        return seconds / self.steps_of(side)
 
     def take_rounds(
         self, sides: Sequence[Run], report: Callable[[str], None]
@@ -244,7 +281,8 @@ class Scheduler(Launches):
         turns, disturbed_seconds, rounds = list[Turn](), 0.0, self.plan.rounds
         spare = most = rounds * len(sides)
         for round_ in range(rounds):
-            report(f"round {round_ + 1} of {rounds}, {most - spare} turns taken again")
+            place = f"{sides[0].case}, " if self.plan.shares_launch else ""
+            report(f"{place}round {round_ + 1} of {rounds}, {most - spare} turns taken again")
             order = sides if round_ % 2 == 0 else sides[::-1]
             for side in order:
                 while True:
@@ -271,11 +309,12 @@ class Scheduler(Launches):
         """Let one side run for a turn's steps, and return the turn. `how` may set `exchange` of
         gradients (default: True) and `digest` of the weights at the end (default: False)."""
         self.on_turn, began = side.side, time.time()
-        ask = {"steps": self.steps, "exchange": True, "digest": False}
+        steps = self.steps_of(side)
+        ask = {"steps": steps, "case": side.case, "exchange": True, "digest": False}
         ranks = self.request(side, State.RUNNING, State.READY, **ask | how)
         cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in ranks)
         self.request(side, State.PAUSED, State.PAUSED)
-        turn = make_turn(side, self.steps, round_, round(began, 2), ranks, cpu_seconds)
+        turn = make_turn(side, steps, round_, round(began, 2), ranks, cpu_seconds)
         return replace(turn, purpose=purpose)
 
     def weights(self) -> dict[str, str]:

@@ -18,8 +18,8 @@ ends the rank; if the agent is gone, a rank that is not paused ends itself.
 A message is a `State` with values, as JSON: one message of multiprocessing.connection, never
 pickled. The scheduler sends the state that a rank must take:
 
-    RUNNING   make a turn of `steps` steps; `exchange`: with exchange of gradients; `digest`: report
-              a digest of the weights at the end
+    RUNNING   make a turn of `steps` steps of `case`; `exchange`: with exchange of gradients;
+              `digest`: report a digest of the weights at the end
     PAUSED    stop
     ENDED     end
 
@@ -260,7 +260,9 @@ class Client:
     it at once, and the caches hold another side's data. The warm-up ends as a turn does.
 
     `weights` returns those of a user's own script. Their digest is reported only once, after the
-    warm-up, when all sides have made the same number of steps.
+    warm-up, when all sides have made the same number of steps. `case` is that of the turn, for
+    scripts that measure several in one launch; "" during the warm-up. `transport` is for the record
+    of an all-reduce.
     """
 
     def __init__(self, agent: Connection, warm_up: int, weights: Weights | None = None) -> None:
@@ -269,30 +271,40 @@ class Client:
         self.done, self.began, self.samples, self.laps = 0, 0.0, 0, list[Any]()
         self.before, self.delay = cpu_seconds(), float(os.environ.get(DELAY, 0))
         self.weights, self.unit, self.amount, self.is_warm = weights, "images", 0.0, False
+        self.case, self.transport, self.timed = "", "", 0.0
 
     def step_ended(
-        self, session: Any = None, model: Any = None, unit: str = "", amount: float = 0.0
+        self,
+        session: Any = None,
+        model: Any = None,
+        unit: str = "",
+        amount: float = 0.0,
+        seconds: float = 0.0,
     ) -> None:
         """Count a step; at the end of a turn report it and wait for the next turn. A trainer gives
         its session, and the model if each rank holds all of it. Another script gives the amount of
-        work of this rank's step, and its unit."""
+        work of this rank's step, and its unit. An all-reduce also gives the step's `seconds`: what
+        it does between two sums is no part of them."""
         self.done += 1
         if session is not None:
             seen = session.progress.samples_seen
             amount, self.samples = (seen - self.samples) / read_world().size, seen
             self.laps += session.meter.clock.ended
         self.unit, self.amount = unit or self.unit, self.amount + amount
+        self.timed += seconds
         left = LEAD_IN_STEPS + self.steps - self.done
         if left == 0:
             synchronize()
             # Once per turn: sleeps overrun, and after each single step a GPU would still be busy.
             time.sleep(self.delay * (time.monotonic() - self.began))
-            times = {"seconds": time.monotonic() - self.began, **self.spent()}
+            wall_seconds = time.monotonic() - self.began
+            times = {"seconds": self.timed or wall_seconds, "wall_seconds": wall_seconds}
+            times |= self.spent()
             send(self.agent, State.READY, **times, **self.trained(session, model))
             self.wait()
         elif self.done == LEAD_IN_STEPS:
             synchronize()
-            self.amount, self.laps, self.began = 0.0, [], time.monotonic()
+            self.amount, self.timed, self.laps, self.began = 0.0, 0.0, [], time.monotonic()
 
     def spent(self) -> dict[str, float]:
         """Return this rank's CPU time since the turn began, the time now, and the whole machine's
@@ -307,7 +319,7 @@ class Client:
         warm-up come the facts about the environment, and the digest of a script's weights."""
         measured: dict[str, Any] = {"images": self.amount, "unit": self.unit}
         if not self.is_warm:
-            measured["facts"] = facts(read_world())
+            measured["facts"] = facts(read_world(), self.transport)
             if self.weights is not None:
                 measured["weights"] = digest_of(self.weights())
         self.is_warm = True
@@ -328,7 +340,7 @@ class Client:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(0)
-        for name, value in values.items():  # steps, exchange, digest
+        for name, value in values.items():  # steps, case, exchange, digest
             setattr(self, name, value)
         self.done, self.before = 0, cpu_seconds()
 
@@ -369,7 +381,7 @@ def digest_of(weights: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def facts(world: World) -> dict[str, Any]:
+def facts(world: World, transport: str) -> dict[str, Any]:
     """Return the environment of a user's own script, under the names of environment.json."""
     torch = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
@@ -381,7 +393,7 @@ def facts(world: World) -> dict[str, Any]:
         "engine": "script",
         "version": ", ".join(versions),
         "launcher": world.launcher,
-        "transport": "",
+        "transport": transport,
         "world_size": world.size,
         "local_size": world.local_size,
         "hosts": [world.host],
