@@ -243,6 +243,20 @@ def test_a_turns_clock_starts_behind_its_lead_in(
     assert receive(there) == (State.READY, done | {"seconds": 0.5})
 
 
+def test_a_warm_up_may_be_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = Pipe()
+    client = take_turns.Client(here, warm_up=1)
+    monkeypatch.setattr(client, "spent", dict)
+    clock = SimpleNamespace(ended=[], seconds=lambda laps: {"forward": 0.1})
+    session = SimpleNamespace(
+        progress=SimpleNamespace(samples_seen=8), meter=SimpleNamespace(clock=clock)
+    )
+    send(there, State.RUNNING, steps=2)
+    client.step_ended(session)
+    state, measured = receive(there)
+    assert state == State.READY and "phases" not in measured
+
+
 # ------------------------------------------------------------------------------ what is started
 
 # A side that takes turns; after its first steps it says something.

@@ -323,7 +323,7 @@ class Client:
             if self.weights is not None:
                 measured["weights"] = digest_of(self.weights())
         self.is_warm = True
-        if session is not None:
+        if session is not None and self.steps > 0:  # 0: in a warm-up of one step
             phases = session.meter.clock.seconds(self.laps)
             measured["phases"] = {name: seconds / self.steps for name, seconds in phases.items()}
         if self.digest and model is not None:
