@@ -13,7 +13,7 @@ import torch
 
 from recipe.allreduce_loop import Backend, run
 from recipe.errors import refuse
-from recipe.watch import own_world
+from recipe.ancestors import own_world
 from recipe.settings.flags import Config, WireFormat
 from recipe.world import World, lone_copy_message, prepare_mpi
 

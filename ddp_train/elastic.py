@@ -13,10 +13,10 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from recipe.ancestors import nearest_launcher, own_world
 from recipe.errors import one_message
 from recipe.rank_forker import GENERATION, RankForker, leave_like, look_s
 from recipe.settings.config import parse_args
-from recipe.watch import nearest_launcher, own_world
 
 
 def supervise() -> None:

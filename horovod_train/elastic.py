@@ -16,10 +16,10 @@ import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 
+from recipe.ancestors import own_world
 from recipe.errors import EXIT_SAVED, UserError, fail, one_message
 from recipe.rank_forker import RankForker, look_s
 from recipe.settings.config import parse_args
-from recipe.watch import own_world
 
 WORD = "/training/word"
 AGAIN, OVER, HOSTS = "again", "over", "hosts"  # start again; end; start again, but save first

@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import torch
 
+from recipe.ancestors import own_world
 from recipe.command import call_tool
 from recipe.errors import UserError, one_message
 from recipe.files import replace_file
 from recipe.ranks import Ranks
 from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
-from recipe.watch import begin, own_world, start_watchdog
+from recipe.watch import begin, start_watchdog
 from recipe.world import World
 
 FP32_BYTES = 4

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from recipe import watch
+from recipe.ancestors import nearest_launcher, own_world
 from recipe.errors import one_message
 from recipe.settings.config import Config, parse_args
-from recipe.watch import nearest_launcher, own_world, start_watchdog
+from recipe.watch import start_watchdog
 from recipe.world import NVIDIA_DRIVER, World
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # bytes: sun_path, man 7 unix

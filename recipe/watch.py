@@ -2,7 +2,10 @@
 batch has come for too long. It also warns if other programs use this rank's cores.
 
 A thread does all of this, since the main thread may hang in an engine's native code, where no
-Python signal handler runs and no exception is raised.
+Python signal handler runs and no exception is raised. Python's own
+`faulthandler.dump_traceback_later` would not do: it names no rank, host, step or phase; it ends the
+process at once, in the middle of a checkpoint, and with the exit code 1, after which no watcher
+restarts the rank; and a job that was suspended for longer than its time-out would end on waking.
 """
 
 import math
@@ -16,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
@@ -24,7 +27,7 @@ from typing import NoReturn
 
 import psutil
 
-from recipe.command import UNREAD_S, prepare_output
+from recipe.ancestors import launchers_of, start_time
 from recipe.errors import (
     EXIT_LOST_PEER,
     FAILING,
@@ -38,12 +41,11 @@ from recipe.errors import (
 )
 from recipe.files import read_proc
 from recipe.marks import marks
-from recipe.world import FINISH_S, LAUNCHERS, World, half_a_place, read_worlds
+from recipe.world import FINISH_S, World
 
 POLL_S = 1.0
 SLOW_S = 2.0  # a task before training that takes longer is printed
 LATE_S = 60.0  # ... and what it waits for
-PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
 
 # The engines have time-outs of their own, after which a traceback blames a rank that only waits.
 # Let them expire later than this watch, and no sooner than torch.distributed's default. (Horovod's
@@ -56,13 +58,13 @@ FRAMES = 8  # stack frames that a message shows
 # Warn if a rank waited for a core for a larger share of the first OBSERVED_S seconds with batches.
 OBSERVED_S, WITHOUT_CORE = 60.0, 0.25
 RETRANSMISSIONS = 3  # of the same data to a host, after which it counts as cut off
-RESTARTS = ("MAX_RESTARTS", "RESTART_COUNT")  # torchrun's: allowed restarts, and restarts so far
 MPIRUN_WAITS = "OMPI_MCA_odls_base_sigkill_timeout"  # seconds before it passes a signal on; 1
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _obeys = False  # whether the training loop ends by itself when a signal asks for it
-_asked: signal.Signals | None = None  # the first signal since then
+_asked: signal.Signals | None = None  # the first signal since then ...
+_asked_at = math.inf  # ... and when it came
 _signs_of_life: deque[float] = deque(maxlen=BATCHES + 1)  # times of the last ones, in seconds
 _paused_at = -math.inf  # when the last pause began
 peers: dict[str, tuple[str, list[int]]] = {}  # the job's hosts, by address: name, and ranks there
@@ -73,11 +75,11 @@ whereabouts: Callable[[], str] = str  # where this rank is in training, in words
 _task: tuple[str, float, Callable[[], str]] = "", math.inf, str
 
 
-def begin(task: str, late: Callable[[], str] = str) -> None:
+def begin(task: str, explain: Callable[[], str] = str) -> None:
     """Tell the watch what this rank does from now on; "" means training. If it takes longer than
-    LATE_S, one rank of a host prints what `late` returns, unless that is ""."""
+    LATE_S, one rank of a host prints what `explain` returns, unless that is ""."""
     global _task
-    _task = task, time.monotonic() if task else math.inf, late
+    _task = task, time.monotonic() if task else math.inf, explain
 
 
 def heartbeat() -> None:
@@ -148,158 +150,76 @@ def start_watchdog(world: World, stall_timeout: int | None = 0) -> None:
     ).start()
 
 
-def own_world() -> World:
-    """Make output safe, and return this process's place in the job.
-
-    Ends the process with one message if the launcher's variables contradict each other, are not
-    complete, or are left over from another job: ranks would train alone, each as a copy of the
-    others.
-    """
-    prepare_output(UNREAD_S)
-    world, *others = read_worlds()
-    if not others and (problem := half_a_place()):
-        fail(world, f"error: {problem}", exit_code=2)
-    if not world.is_possible:
-        problem = "these do not describe a rank of a job; unset or correct them"
-        fail(others[0], f"error: {world.variables()}: {problem}", exit_code=2)
-    rightful = rightful_world([world, *others], ancestors().values())
-    if rightful is not world:
-        problem = (
-            f"left over from another job, since {rightful.launcher} started this process as rank "
-            f"{rightful.rank} of {rightful.size}; unset them"
-        )
-        fail(rightful, f"error: {world.variables()}: {problem}", exit_code=2)
-    return world
-
-
-def rightful_world(worlds: Sequence[World], above: Iterable[Sequence[str]]) -> World:
-    """Return this process's true place: the first of `worlds`, unless its variables are left over
-    from another job. `above`: the command lines of the process's ancestors, the parent's first.
-
-    The innermost launcher among the ancestors decides. Another launcher's variables are left over
-    if they describe a smaller world; or, if the parent itself is a launcher, another place. (If a
-    shell or another program is in between, it may have started more ranks, and they may be right.)
-    If no launcher is visible, as in a container, the largest world decides.
-    """
-    matches = (
-        [world for world in worlds if launcher_program(words) in world.started_by.programs]
-        for words in above
-    )
-    largest = max(worlds, key=lambda world: world.size)
-    distance, around = next((pair for pair in enumerate(matches) if pair[1]), (1, [largest]))
-    first, other = worlds[0], around[0]
-    differs = distance == 0 and (first.rank, first.size) != (other.rank, other.size)
-    return other if first not in around and (differs or first.size < other.size) else first
-
-
-def launcher_program(words: Sequence[str]) -> str:
-    """Return the launcher program in a process's command line; "" if there is none.
-
-    The process may itself be an interpreter, `timeout` or a shell that waits for the launcher
-    (horovodrun over MPI becomes `sh -c 'mpirun ...'`). A shell that starts a launcher in its
-    background does not count, since it may end first.
-    """
-    first, rest = words[:1], list(words[1:])
-    if first and os.path.basename(first[0]).startswith("python"):
-        while rest and rest[0].startswith("-"):  # up to the script or module
-            del rest[: 2 if rest[0] in ("-X", "-W") else 1]
-    called = (word for word in [*first, *rest][:3] if word.split() and "&" not in word)
-    names = (os.path.basename(word.split()[0]).rstrip(":") for word in called)
-    return next((name for name in names if name in PROGRAMS), "")
-
-
-def launchers_of(world: World) -> dict[int, str]:
-    """Return the processes that this rank must not outlive, with their start times: its ancestors
-    up to the outermost launcher. Empty if no launcher started this rank: it may outlive nohup, tmux
-    or a shell."""
-    above = ancestors() if world.launcher != "none" else {}
-    places = [place for place, words in enumerate(above.values(), 1) if launcher_program(words)]
-    starts = {pid: _started(pid) for pid in list(above)[: max(places, default=0)]}
-    return {pid: started for pid, started in starts.items() if started is not None}
-
-
-def nearest_launcher(world: World) -> psutil.Process:
-    """Return the process that starts this rank, and restarts it after a loss; this process itself
-    if there is none."""
-    own, above = psutil.Process(), ancestors() if world.launcher != "none" else {}
-    launchers = [pid for pid, words in above.items() if launcher_program(words)]
-    # Horovod's elastic driver may be on another host. The process that it has started here also
-    # stays, and starts processes with its own arguments (horovod_train/elastic.py).
-    if world.launcher == "horovodrun":
-        launchers += [pid for pid, words in [*above.items()][:1] if words[1:] == own.cmdline()[1:]]
-    with suppress(IndexError, psutil.Error):  # there is none, or it has just ended
-        return psutil.Process(launchers[0])
-    return own
-
-
-def ancestors() -> dict[int, list[str]]:
-    """Return the command lines of this process's ancestors by process ID, the parent first, as far
-    as they can be read."""
-    commands: dict[int, list[str]] = {}
-    with suppress(psutil.Error):  # another user's process may be hidden
-        process = psutil.Process().parent()
-        while process is not None:
-            commands[process.pid] = process.as_dict(["cmdline"], [])["cmdline"]
-            process = process.parent()
-    return commands
-
-
-def _started(pid: int, before: str | None = None) -> str | None:
-    """Return a process's start time in ticks since boot, which no change of the clock affects; None
-    if it has ended, and `before` if it cannot be read."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    except OSError:  # such as: this process has no file descriptor left
-        return before
-    return None if state in "ZX" else fields[18]
-
-
 def _watch(
     world: World, signals: socket.socket, launchers: dict[int, str], stall_timeout: int | None
 ) -> None:
-    global _asked
-    seen, silent, asked_at, printed = list[float](), 0.0, math.inf, ""
-    late_since = math.nan
-    speaks: object = False  # or a lock, held as long as this thread lives
-    cores = _observe_cores(world)
+    seen, silent_s = list[float](), 0.0
+    slow_tasks, cores = _report_slow_tasks(world), _observe_cores(world)
     while True:
         if select.select([signals], [], [], POLL_S)[0]:
             for number in signals.recv(64):
-                if number not in SIGNALS or _asked not in (None, number):
-                    continue
-                if not _obeys or _asked or FAILING.is_set():
-                    _end_by_signal(world, signal.Signals(number))
-                _asked, asked_at = signal.Signals(number), time.monotonic()
-                _say(world, _words_for(_asked))
+                if number in SIGNALS:
+                    _receive(world, signal.Signals(number))
             continue
-        task, since, late = _task
-        if world.is_first and task != printed and time.monotonic() - since >= SLOW_S:
-            print(f"{task} ...", file=sys.stderr, flush=True)
-            printed = task
-        if since != late_since and time.monotonic() - since >= LATE_S and (words := late()):
-            late_since = since
-            speaks = speaks or world.is_first or acquire_lock("late")
-            if speaks:
-                print(f"warning: {words}", file=sys.stderr, flush=True)
+        next(slow_tasks)
         if _asked:  # its launcher may be gone by now
             # The signal may have gone to this rank alone: then no launcher kills it.
-            if FAILING.is_set() or time.monotonic() - asked_at > FINISH_S / 2:
+            if FAILING.is_set() or time.monotonic() - _asked_at > FINISH_S / 2:
                 leave(128 + _asked, FINISH_S / 2)
-        elif any(_started(pid, started) != started for pid, started in launchers.items()):
-            _say(world, "the launcher is gone")
+        elif any(start_time(pid, since) != since for pid, since in launchers.items()):
+            _print_end(world, "the launcher is gone")
             with suppress(OSError):
                 _remove_shared_memory()
             leave(1)
         # Counted in ticks: while a whole job is suspended, no time passes for it.
         signs = list(_signs_of_life)
-        silent = silent + POLL_S if signs == seen else 0.0
+        silent_s = silent_s + POLL_S if signs == seen else 0.0
         seen = signs
         if signs:
             next(cores, None)
-        if signs and silent >= (patience_s := _patience_s(signs, stall_timeout)):
-            _end_frozen(world, patience_s, signals, launchers)
+            if silent_s >= (patience_s := _patience_s(signs, stall_timeout)):
+                _end_frozen(world, patience_s, signals, launchers)
+
+
+def _receive(world: World, number: signal.Signals) -> None:
+    """Do what a signal asks for: the first is left to the training loop if it obeys signals; the
+    same one again, or any before that, ends this rank."""
+    global _asked, _asked_at
+    if _asked not in (None, number):
+        return
+    ends_now = not _obeys or _asked or FAILING.is_set()
+    _asked, _asked_at = number, time.monotonic()
+    interrupted = number == signal.SIGINT
+    _print_end(world, "interrupted" if interrupted else f"asked to end by {number.name}")
+    if ends_now:
+        leave(128 + number, world.started_by.patience_s)
+
+
+def _print_end(world: World, reason: str) -> None:
+    """Print why the run ends, on rank 0 for all."""
+    if world.is_first:
+        hint = f": {RESUME_HINT}" if _signs_of_life else ""
+        print(f"{reason}{hint}", file=sys.stderr, flush=True)
+
+
+def _report_slow_tasks(world: World) -> Iterator[None]:
+    """Print which task before training takes long, and, if it is late, what it waits for, once for
+    each task. Advance this once a tick."""
+    announced, warned_at = "", math.nan
+    may_warn: object = world.is_first  # or a lock, held as long as this thread lives
+    while True:
+        task, began, explain = _task
+        seconds = time.monotonic() - began
+        if world.is_first and seconds >= SLOW_S and task != announced:
+            announced = task
+            print(f"{task} ...", file=sys.stderr, flush=True)
+        reason = explain() if seconds >= LATE_S and began != warned_at else ""
+        if reason:
+            warned_at = began
+            may_warn = may_warn or acquire_lock("late")
+        if reason and may_warn:
+            print(f"warning: {reason}", file=sys.stderr, flush=True)
+        yield
 
 
 def _observe_cores(world: World) -> Iterator[None]:
@@ -336,22 +256,6 @@ def _patience_s(signs: list[float], stall_timeout: int | None) -> float:
     return max(LEAST_S, BATCHES * statistics.median(b - a for a, b in pairwise(signs)))
 
 
-def _end_by_signal(world: World, number: signal.Signals) -> None:
-    _say(world, _words_for(number))
-    leave(128 + number, world.started_by.patience_s)
-
-
-def _words_for(number: signal.Signals) -> str:
-    return "interrupted" if number == signal.SIGINT else f"asked to end by {number.name}"
-
-
-def _say(world: World, what: str) -> None:
-    """Print one line for the whole run, from rank 0: all ranks end alike."""
-    if world.is_first:
-        hint = f": {RESUME_HINT}" if _signs_of_life else ""
-        print(f"{what}{hint}", file=sys.stderr, flush=True)
-
-
 def _remove_shared_memory() -> None:
     """Remove the files in /dev/shm through which Open MPI's ranks on a host exchange messages, as a
     living mpirun would."""
@@ -385,25 +289,26 @@ def _end_frozen(
             with suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:
                     process.kill()
-        most, made = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in RESTARTS)
-        if world.local_size < world.size and made >= most:
-            _end_launcher(launchers, signals)
+        allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        if launchers and world.local_size < world.size and restarts >= allowed:
+            _end_launcher(*next(iter(launchers.items())), signals)
 
     fail(world, message, EXIT_LOST_PEER, last=end_others)
 
 
-def _end_launcher(launchers: dict[int, str], signals: socket.socket) -> None:
-    """End the launcher. It may wait for another one on a host that is cut off, until the kernel
-    gives up after a quarter of an hour. A launcher that can still act sends its ranks a signal."""
-    for launcher in list(launchers)[:1]:
-        with suppress(OSError):
-            os.kill(launcher, signal.SIGTERM)
-            answer_s = 2 * float(os.environ.get(MPIRUN_WAITS) or 1)
-            until = time.monotonic() + answer_s
-            while _started(launcher) == launchers[launcher] and time.monotonic() < until:
-                if select.select([signals], [], [], answer_s / 20)[0]:
-                    return
-            os.kill(launcher, signal.SIGKILL)
+def _end_launcher(pid: int, since: str, signals: socket.socket) -> None:
+    """End the launcher, which started at `since`. It may wait for another one on a host that is cut
+    off, until the kernel gives up after a quarter of an hour. A launcher that can still act sends
+    its ranks a signal."""
+    answer_s = 2 * float(os.environ.get(MPIRUN_WAITS) or 1)
+    with suppress(OSError):
+        os.kill(pid, signal.SIGTERM)
+        until = time.monotonic() + answer_s
+        while start_time(pid) == since and time.monotonic() < until:
+            if select.select([signals], [], [], answer_s / 20)[0]:
+                return
+        os.kill(pid, signal.SIGKILL)
 
 
 def _unanswering() -> list[str]:
@@ -419,10 +324,11 @@ def _unanswering() -> list[str]:
 def _stack() -> str:
     """Return the innermost calls of the main thread. Reads no source file: the disk may hang."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    calls = ((one.f_code, line) for one, line in islice(traceback.walk_stack(frame), FRAMES))
-    return ", ".join(
-        f"{code.co_name} ({os.path.basename(code.co_filename)}:{line})" for code, line in calls
-    )
+    calls = [
+        f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{line})"
+        for frame, line in islice(traceback.walk_stack(frame), FRAMES)
+    ]
+    return ", ".join(calls)
 
 
 def _stopped_ranks(world: World) -> dict[str, psutil.Process]:

@@ -130,7 +130,7 @@ class World:
 
 def read_world(environ: Mapping[str, str] = os.environ) -> World:
     """Return this process's place; alone (rank 0 of 1) if no launcher has set its variables.
-    Scripts call `recipe.watch.own_world` first, which refuses variables of another job."""
+    Scripts call `recipe.ancestors.own_world` first, which refuses variables of another job."""
     return read_worlds(environ)[0]
 
 

@@ -325,8 +325,10 @@ def test_a_checkpoint_has_the_launcher_s_patience(
     monkeypatch.setattr(
         errors.concurrent.futures, "wait", lambda futures, seconds: waits.append(seconds)
     )
+    monkeypatch.setattr(watch, "_asked", None)
+    monkeypatch.setattr(watch, "_obeys", False)
     rank = a_world(1, 2, launcher=launcher)
-    assert code_of(lambda: watch._end_by_signal(rank, signal.SIGTERM)) == 128 + signal.SIGTERM
+    assert code_of(lambda: watch._receive(rank, signal.SIGTERM)) == 128 + signal.SIGTERM
     assert seconds / 2 < waits[0] <= seconds
 
 

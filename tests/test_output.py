@@ -21,7 +21,7 @@ from compare import keep
 from compare.evidence import packed
 from compare.evidence.records import load_comparison
 from compare.plan.plan import Words
-from recipe import watch
+from recipe import ancestors
 from recipe.data import prepare
 from recipe.data.batches import open_data
 from recipe.data.shards import open_shards
@@ -169,7 +169,8 @@ def test_a_training_on_names_that_are_not_utf_8(
 def test_a_reader_that_stops_keeps_no_rank_waiting(make: Callable[[], tuple[int, int]]) -> None:
     """Nor a terminal that is halted, and those who share it wait as before."""
     reader, writer = make()
-    code = "from recipe.watch import own_world\nown_world()\nfor _ in range(9): print('x' * 70_000)"
+    prints = "for _ in range(9): print('x' * 70_000)"
+    code = f"from recipe.ancestors import own_world\nown_world()\n{prints}"
     words = [sys.executable, "-c", code]
     subprocess.run(words, stdout=writer, stderr=writer, cwd=ROOT, check=True)
     assert os.get_blocking(writer) and os.read(reader, 3) == b"xxx"
@@ -237,6 +238,6 @@ def test_a_process_of_such_a_name(name: bytes, tmp_path: Path) -> None:
     shutil.copy(shutil.which("sleep") or "", program)
     with subprocess.Popen([program, "60"]) as process:
         assert name[:15] in Path(f"/proc/{process.pid}/stat").read_bytes()
-        assert (watch._started(process.pid) or "").isdecimal()
+        assert (ancestors.start_time(process.pid) or "").isdecimal()
         process.kill()
-    assert watch._started(process.pid) is None
+    assert ancestors.start_time(process.pid) is None

@@ -21,11 +21,11 @@ from typing import Any
 
 from msgspec import ValidationError, convert
 
+from recipe.ancestors import nearest_launcher
 from recipe.errors import UserError, refuse, system_errors
 from recipe.ranks import Ranks
 from recipe.record.schema import METRICS
 from recipe.settings.config import Config
-from recipe.watch import nearest_launcher
 from recipe.world import World
 
 LOCK_FILE = "lock"
