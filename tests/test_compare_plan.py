@@ -277,6 +277,18 @@ def test_a_ready_plan_still_trains_what_was_recorded(name: str, record: str) -> 
         assert json.loads(json.dumps(now)) == {name: recorded[name] for name in fields}
 
 
+def test_the_plan_of_several_values_in_the_docs_judges_each_against_the_default(here: Path) -> None:
+    [text] = re.findall(
+        r"^```toml\n(configurations = .*?)^```",
+        (ROOT / "docs/comparing.md").read_text(),
+        re.M | re.S,
+    )
+    plan = plan_of(plan_file(here, text))
+    default, *values = plan.members()
+    assert plan.pairs() == [(value.name, default.name) for value in values]
+    assert len({tuple(value.environment.items()) for value in values}) == len(values) > 1
+
+
 def test_other_images_are_trained_by_their_own_recipe(here: Path) -> None:
     """And not by the one of the digits."""
     for words in (("--data", "IMAGENET"), ("--train-dir", "a", "--val-dir", "b")):
