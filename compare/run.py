@@ -45,7 +45,7 @@ from compare.plan.environment import (
     path_from_here,
     shell_lines,
 )
-from compare.plan.plan import FIELDS, KEYS, Plan, Words, meta_of, percentage
+from compare.plan.plan import FIELDS, KEYS, Plan, Words, meta_of, percentage, trainer_config
 from compare.plan.plan_file import (
     FIELD_OF,
     check_plan,
@@ -77,8 +77,8 @@ from compare.running.launch import duration, print_line, start_and_wait, utc_sta
 from compare.running.scheduler import MeasurementError
 from recipe.command import call_tool, run_main
 from recipe.errors import UserError
-from recipe.settings.config import are_digits, check, read_flags
-from recipe.settings.flags import flag_name, last_value, without_flag
+from recipe.settings.config import PRESET_OF_OTHER_IMAGES, are_digits
+from recipe.settings.flags import given_flags
 
 SCRIPT = "compare/run.py"
 RUNS = Path("runs")
@@ -192,9 +192,9 @@ def take_default_plan(options: SimpleNamespace) -> None:
         )
     ):
         return
-    gpus = 0 if "--no-cuda" in options.arguments_after_dashes else checks.visible_gpus()
-    options.plan = "square-nccl" if gpus else "square"
-    if gpus:
+    options.plan, gpus = "square", checks.visible_gpus()
+    if gpus and trainer_config("ddp", 1, tuple(options.arguments_after_dashes)).cuda:
+        options.plan = "square-nccl"
         options.workers = options.workers or (str(min(2, gpus)),)
 
 
@@ -430,9 +430,9 @@ def make_plan(options: SimpleNamespace) -> Plan:
     """Return the plan of the file, if one is named, with what the flags say on top of it."""
     file = read_plan_file(options.plan) if options.plan else {}
     plan = typed(merged(file, given_table(options)), Plan, strict=False)
-    words = list(plan.trainer_arguments)
-    if last_value(words, "--data") == "digits" and not are_digits(options.arguments_after_dashes):
-        words = without_flag(words, "--preset")  # other images have their own
+    words, given = list(plan.trainer_arguments), given_flags(options.arguments_after_dashes)
+    if given_flags(words).get("data") == "digits" and not are_digits(given):
+        words += ["--preset", PRESET_OF_OTHER_IMAGES]  # instead of the plan's, which is for digits
     plan = replace(
         plan,
         configurations=tuple(dict.fromkeys(plan.configurations)),
@@ -457,26 +457,21 @@ def with_defaults(trainer_arguments: Sequence[str], most_workers: int) -> Words:
     worker would get all cores and each of two half of them, and a worker's work would not be the
     same. And no checkpoints: they are not measured, and would fill the disk.
     """
-    given = {flag_name(word) for word in trainer_arguments}
+    given = given_flags(trainer_arguments)
     threads = max(1, len(os.sched_getaffinity(0)) // most_workers)
-    added = {"--threads": str(threads), "--keep-checkpoints": "0"}
-    more = (word for pair in added.items() if pair[0] not in given for word in pair)
-    return Words((*trainer_arguments, *more))
+    words = list(trainer_arguments)
+    if "threads" not in given:
+        words += ["--threads", str(threads)]
+    if "keep_checkpoints" not in given:
+        words += ["--keep-checkpoints", "0"]
+    return Words(words)
 
 
 def check_trainers(plan: Plan) -> None:
     """Raise UserError if a trainer would refuse its flags, before the first run finds that out.
     SystemExit after a value that they do not know, or --help: their parser has answered then."""
-    program, runs = f"python {path_from_here(SCRIPT)} --", plan.block(1)
-    for engine, arguments in dict.fromkeys((r.configuration.engine, r.arguments) for r in runs):
-        try:
-            config, *_ = read_flags(
-                engine, plan.workers[0], list(arguments), talk=True, program=program
-            )
-            for workers in plan.workers[1:]:
-                check(config, engine, workers)
-        except UserError as error:
-            raise UserError(f"the trainers refuse their flags: {error}") from None
+    for run in plan.block(1):
+        trainer_config(run.configuration.engine, run.workers, run.arguments)
 
 
 def command_words(argv: list[str], folder: Path) -> list[str]:

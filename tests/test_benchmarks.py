@@ -251,7 +251,7 @@ def test_a_trainer_without_instruments_takes_turns() -> None:
     told = client.trained(session, None)
     assert told["phases"] == {}
     told |= {"seconds": 1.0, "busy": 1.0, "cpu_seconds": 1.0, "window": 1.0, "images": 16}
-    side = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, arguments=("--batch-size", "8"))
+    side = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, flags=("--batch-size", "8"))
     assert make_turn(side, 2, 0, 0.0, [Mock(machine=0, measured=told)], 1.0).phases == {}
 
 

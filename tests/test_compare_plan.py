@@ -291,10 +291,14 @@ def test_the_plan_of_several_values_in_the_docs_judges_each_against_the_default(
 
 def test_other_images_are_trained_by_their_own_recipe(here: Path) -> None:
     """And not by the one of the digits."""
-    for words in (("--data", "IMAGENET"), ("--train-dir", "a", "--val-dir", "b")):
-        plan = plan_of("square", "--", *words)
-        assert plan.trainer_arguments[: 3 + len(words)] == ("--data", "digits", "--no-cuda", *words)
-    assert "--preset" in plan_of("square", "--", "--epochs", "1").trainer_arguments
+    for words, preset in {
+        "--data IMAGENET": "goyal-90",
+        "--train-dir a --val-dir b": "goyal-90",
+        "--data IMAGENET --preset tv-v1": "tv-v1",
+        "--epochs 1": "digits-resnet18",
+    }.items():
+        runs = plan_of("square", "--", *words.split()).block(1)
+        assert {run.config.preset for run in runs} == {preset}
 
 
 def test_the_ready_plans_are_listed_with_question_and_time(capsys):
@@ -311,7 +315,15 @@ def test_the_ready_plans_are_listed_with_question_and_time(capsys):
 STRONG = ("--global-batch-size", "96", "--global-learning-rate", "0.3", "--blocks", "1")
 
 
-@pytest.mark.parametrize("more", [(), ("--batches-per-allreduce", "2"), ("--warmup-epochs", "0")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--batches-per-allreduce", "2"),
+        ("--warmup-epochs", "0"),
+        ("--data", "synthetic", "--preset", "tv-v1"),  # whose learning rate does not warm up
+    ],
+)
 def test_all_numbers_of_workers_train_with_the_same_batch_and_rate(more):
     """By the trainers' own arithmetic, at each point of the training."""
     found = []
@@ -321,6 +333,7 @@ def test_all_numbers_of_workers_train_with_the_same_batch_and_rate(more):
         config = parse_args("ddp", world, words[words.index("--log-dir") :])
         scale = run.workers * config.batches_per_allreduce
         assert config.batch_size * scale == 96
+        assert ("--warmup-method" in words) == (config.warmup_epochs > 0)
         found.append([learning_rate(config, config.epochs * i / 50, scale) for i in range(51)])
         assert max(found[-1]) == pytest.approx(0.3, rel=1e-2)  # looked at in 51 points
         assert found[-1] == pytest.approx(found[0])

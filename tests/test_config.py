@@ -22,7 +22,16 @@ from recipe.errors import UserError
 from recipe.loop import Rung
 from recipe.settings import config as config_module
 from recipe.settings.config import Config, check, parse_args, read_flags, without_effect
-from recipe.settings.flags import FLAG_NAMES, FLAGS, SECTIONS, Need, Scope, names_of, spelled
+from recipe.settings.flags import (
+    FLAG_NAMES,
+    FLAGS,
+    SECTIONS,
+    Need,
+    Scope,
+    given_flags,
+    names_of,
+    spelled,
+)
 from recipe.settings.other_trainers import OTHERS_FLAGS
 from recipe.settings.presets import PRESETS, preset
 from recipe.settings.presets import preset as preset_of
@@ -56,8 +65,7 @@ def code_of(line: str, **others: int) -> int:
 def parsed(settings: dict[str, Any], engine: str, size: int) -> tuple[Config, Config]:
     """The config and its preset as `parse_args` makes them, without the parser's tenth of a
     second."""
-    words = [f"--{key}={settings[key]}" for key in ("preset", "data") if key in settings]
-    base = config_module._chosen_preset(words)
+    base = config_module._chosen_preset(settings)
     config = config_module._resolve(replace(base, **settings))
     check(config, engine, size)
     return config, base
@@ -153,7 +161,7 @@ def test_a_flag_is_declared_once() -> None:
     ],
 )
 def test_chosen_preset(line: str, preset: str) -> None:
-    assert config_module._chosen_preset(line.split()).preset == preset
+    assert config_module._chosen_preset(given_flags(line.split())).preset == preset
 
 
 @pytest.fixture

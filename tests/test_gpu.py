@@ -211,7 +211,7 @@ def test_stopped_neighbour(dry: bool, tmp_path: Path, note: Note) -> None:
     """A side's speed alone and beside one that is stopped, in turns of each kind: that costs less
     than 1 %, beyond the noise."""
     flags = f"{WORK} {RANDOM_IMAGES} --batch-size 64 --precision bf16 {SMALL if dry else ''}"
-    one = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, arguments=tuple(flags.split()))
+    one = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, flags=tuple(flags.split()))
     other = replace(one, configuration=replace(one.configuration, name="other"))
     turns = range(4 if dry else 12)
     with Scheduler(tmp_path / "stopped", Plan(steps=3 if dry else 40)) as scheduler:

@@ -76,7 +76,7 @@ def side(name: str = "x", *command: str, **changes: Any) -> Run:
 
 def trainer(name: str = "ddp-torchrun", flags: str = "--batch-size 8", **changes: Any) -> Run:
     one = replace(CONFIGURATIONS[name], **changes)
-    return Run(1, one, 2, 1, arguments=(*flags.split(), "--no-cuda", "--threads", "1"))
+    return Run(1, one, 2, 1, flags=(*flags.split(), "--no-cuda", "--threads", "1"))
 
 
 PLAN = Plan(steps=5, rounds=2)
@@ -738,6 +738,7 @@ def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, benc
         (1, [], "square-nccl", ("1",)),
         (8, [], "square-nccl", ("2",)),
         (8, ["--", "--no-cuda"], "square", None),
+        (8, ["--", "--no_cuda"], "square", None),
         (0, ["--null"], None, None),
         (0, ["wire-format"], "wire-format", None),
         (0, ["--hosts", "a:2,b:2"], None, None),

@@ -34,6 +34,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,14 +52,14 @@ from compare.plan.environment import ALLOCATIONS, is_only_here, path_from_here
 from compare.plan.launchers import launch_words
 from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole
-from recipe.settings.flags import flag_name, last_value
+from recipe.settings.flags import Config, given_flags
 
 # Trainer flags that run.py sets itself, with the message for a user who gives them.
 RESERVED_FLAGS = {
-    "--log-dir": "the plan sets where each run is written: use --out DIR before the --",
-    "--name": "the plan sets where each run is written: use --out DIR before the --",
-    "--resume": "every run starts from nothing",
-    "--evaluate": "a comparison trains",
+    "log_dir": "the plan sets where each run is written: use --out DIR before the --",
+    "name": "the plan sets where each run is written: use --out DIR before the --",
+    "resume": "every run starts from nothing",
+    "evaluate": "a comparison trains",
 }
 
 
@@ -128,6 +129,28 @@ class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+@cache
+def trainer_config(engine: str, workers: int, words: tuple[str, ...]) -> Config:
+    """Return the settings that a trainer reads from its flags. UserError if it would refuse them;
+    SystemExit after --help, or for a value that the parser does not accept."""
+    from recipe.settings.config import read_flags  # loads the parser, which reports do without
+
+    program = f"python {path_from_here('compare/run.py')} --"
+    try:
+        config, *_ = read_flags(engine, workers, list(words), talk=True, program=program)
+    except UserError as error:
+        raise UserError(f"the trainers refuse their flags: {error}") from None
+    return config
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What the workers of a run share in strong scaling, however many they are."""
+
+    size: int  # images per step
+    learning_rate: float
+
+
 @dataclass(frozen=True)
 class Run:
     """One start of one trainer: the unit of evidence."""
@@ -137,9 +160,10 @@ class Run:
     workers: int
     seed: int | None  # None: the trainer's arguments hold the user's own --seed
     case: str = ""
-    arguments: tuple[str, ...] = ()  # of the trainer, without the run's folder and its seed
+    flags: tuple[str, ...] = ()  # of the plan, the case and the configuration; the last one counts
     hosts: str | None = None
     purpose: str = ""  # "warm-up" for a run in no block
+    global_batch: GlobalBatch | None = None
 
     @property
     def name(self) -> str:
@@ -172,8 +196,37 @@ class Run:
     @property
     def ablates(self) -> bool:
         """Whether its trainer can leave out the exchange of gradients."""
-        is_adasum = "--use-adasum" in map(flag_name, self.arguments)
-        return self.configuration.trained_by.ablates and not is_adasum
+        return self.configuration.trained_by.ablates and not self.config.use_adasum
+
+    @property
+    def config(self) -> Config:
+        """The settings of its trainer, as the trainer itself reads them."""
+        return trainer_config(self.configuration.engine, self.workers, self.arguments)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The trainer's flags, without the run's folder and its seed.
+
+        In strong scaling the workers divide the global batch. The trainers multiply --base-lr by
+        the number of workers and by --batches-per-allreduce. Here the global learning rate is
+        divided by both, so any number of workers trains with the same rate. A gradual warm-up would
+        begin at one worker's rate, which depends on the number of workers; a linear one begins at
+        1 % of the global rate.
+        """
+        if self.global_batch is None:
+            return self.flags
+        config = trainer_config(self.configuration.engine, self.workers, self.flags)
+        passes = self.workers * config.batches_per_allreduce
+        share, rest = divmod(self.global_batch.size, passes)
+        if rest:
+            raise UserError(
+                f"--global-batch-size {self.global_batch.size} cannot be shared equally by "
+                f"{self.workers} workers ({passes} forward passes per step): give a multiple of "
+                f"{passes}, or other --workers"
+            )
+        rate = self.global_batch.learning_rate / passes
+        warm_up = ("--warmup-method", "linear") if config.warmup_epochs else ()
+        return (*self.flags, "--batch-size", str(share), "--base-lr", repr(rate), *warm_up)
 
     def command(self, log_dir: Path, name: str = "", through: Sequence[str] = ()) -> list[str]:
         """Return the command as a person would type it in the current directory. `name`: the name
@@ -501,9 +554,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def varied(self) -> list[str]:
         """The field names of the settings that some configuration sets by its own flags."""
-        flags = [flag_name(word) for member in self.members() for word in member.flags]
-        names = [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
-        return list(dict.fromkeys(name for name in names if name))
+        return list(given_flags([word for member in self.members() for word in member.flags]))
 
     @property
     def flag_lists(self) -> list[tuple[str, ...]]:
@@ -600,36 +651,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         workers: int,
         purpose: str = "",
     ) -> Run:
-        """Return one run. A flag that occurs twice in its arguments has its last value."""
+        """Return one run."""
         of_case = self.case[case].flags if case else ()
-        arguments = (*self.trainer_arguments, *of_case, *configuration.arguments)
-        has_seed = last_value(arguments, "--seed") is not None
-        seed = None if has_seed else self.seed + max(block, 1) - 1
-        if self.global_batch_size is not None:
-            arguments = (*arguments, *self.share_of_global_batch(arguments, workers))
-        return Run(block, configuration, workers, seed, case, arguments, self.hosts, purpose)
-
-    def share_of_global_batch(self, arguments: Sequence[str], workers: int) -> list[str]:
-        """Return the flags that divide the global batch among `workers` workers (strong scaling).
-
-        The trainers multiply --base-lr by the number of workers and by --batches-per-allreduce.
-        Here the global learning rate is divided by both, so any number of workers trains with the
-        same rate. A gradual warm-up would begin at one worker's rate, which depends on the number
-        of workers; a linear one begins at 1 % of the global rate.
-        """
-        assert self.global_batch_size is not None and self.global_learning_rate is not None
-        passes = workers * int(last_value(arguments, "--batches-per-allreduce") or 1)
-        share, rest = divmod(self.global_batch_size, passes)
-        if rest:
-            raise UserError(
-                f"--global-batch-size {self.global_batch_size} cannot be shared equally by "
-                f"{workers} workers ({passes} forward passes per step): give a multiple of "
-                f"{passes}, or other --workers"
-            )
-        flags = ["--batch-size", str(share), "--base-lr", repr(self.global_learning_rate / passes)]
-        if last_value(arguments, "--warmup-epochs") not in ("0", "0.0"):
-            flags += ["--warmup-method", "linear"]
-        return flags
+        flags = (*self.trainer_arguments, *of_case, *configuration.arguments)
+        seed = None if "seed" in given_flags(flags) else self.seed + max(block, 1) - 1
+        batch = None
+        if self.global_batch_size is not None and self.global_learning_rate is not None:
+            batch = GlobalBatch(self.global_batch_size, self.global_learning_rate)
+        return Run(block, configuration, workers, seed, case, flags, self.hosts, purpose, batch)
 
     def warm_up_runs(self) -> list[Run]:
         """Return one warm-up run for each engine and case, with the largest number of workers.

@@ -46,7 +46,6 @@ from compare.plan.environment import (
 from compare.plan.launchers import START_COMMANDS, has_daemons, launch_words
 from compare.plan.plan import Plan, Run
 from recipe.errors import UserError
-from recipe.settings.flags import last_value
 from recipe.world import LAUNCHERS, NO_LAUNCHER, NVIDIA_DRIVER, why_no_gpu
 
 GIB = 2**30
@@ -444,14 +443,14 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     if plan.side:
         return warning_texts(findings)
     runs = plan.block(1)
-    fullest = max(runs, key=lambda run: workers_here(run) * threads_of(run))
+    fullest = max(runs, key=lambda run: workers_here(run) * (run.config.threads or 0))
     sides = len(plan.members()) if plan.measure == "turns" else 1  # up at the same time
     findings += [
-        check_cores(workers_here(fullest), threads_of(fullest)),
+        check_cores(workers_here(fullest), fullest.config.threads or 0),
         check_equal_threads(runs),
         check_memory(sides * max(map(workers_here, runs))),
     ]
-    on_gpus = [run for run in runs if "--no-cuda" not in run.arguments and visible_gpus()]
+    on_gpus = [run for run in runs if run.config.cuda and visible_gpus()]
     if on_gpus:
         findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus))))
     if any(run.configuration.engine == "horovod" for run in on_gpus):
@@ -470,12 +469,6 @@ def workers_here(run: Run) -> int:
     is_elsewhere = run.hosts is not None and not any(map(is_here, read_hosts(run.hosts)))
     is_known = not is_elsewhere and not has_daemons(run.configuration)
     return most_on_a_host(run.workers, run.hosts) if is_known else 0
-
-
-def threads_of(run: Run) -> int:
-    """Return the threads per worker that a run's flags set; 0: an equal share of the cores."""
-    text = last_value(run.arguments, "--threads") or ""
-    return int(text) if text.isdecimal() else 0
 
 
 def check_load() -> Finding:
@@ -521,7 +514,7 @@ def check_memory(workers: int) -> Finding:
 def check_equal_threads(runs: Sequence[Run]) -> Finding:
     """Check that all settings of threads agree: flags and variables of configurations, and
     variables of the shell. The latter reach no run, since some launchers overwrite them."""
-    threads = {run.configuration.name: str(threads_of(run) or "its share") for run in runs}
+    threads = {run.configuration.name: str(run.config.threads or "its share") for run in runs}
     variables = {run.configuration.name: run.configuration.environment for run in runs}
     for who, given in {**variables, "your shell": os.environ}.items():
         set_there = [name for name in REMOVED_VARIABLES if name in given]

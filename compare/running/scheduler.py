@@ -17,7 +17,6 @@ take_turns.py is the part beside and inside each rank.
 """
 
 import contextlib
-import functools
 import math
 import os
 import secrets
@@ -60,7 +59,6 @@ from compare.running.take_turns import (
 )
 from recipe.errors import UserError
 from recipe.files import replace_file, write_json
-from recipe.settings.config import read_flags
 
 TAKE_TURNS = "compare/running/take_turns.py"
 END_SECONDS = 10.0
@@ -510,13 +508,6 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     return launches.launch(command, folder, variables)
 
 
-@functools.cache
-def images_per_step(engine: str, workers: int, arguments: tuple[str, ...]) -> int:
-    """Return the images per optimizer step, over all workers, from the trainer's flags."""
-    config, *_ = read_flags(engine, workers, list(arguments), talk=False)
-    return config.batch_size * config.batches_per_allreduce * workers
-
-
 def make_turn(
     side: Run, steps: int, round_: int, began: float, ranks: Sequence[Rank], cpu_seconds: float
 ) -> Turn:
@@ -533,7 +524,7 @@ def make_turn(
     measured = [rank.measured for rank in ranks]
     images = sum(one["images"] for one in measured)
     if not side.is_script:
-        step = images_per_step(side.configuration.engine, side.workers, side.arguments)
+        step = side.config.batch_size * side.config.batches_per_allreduce * side.workers
         if not math.isclose(images, steps * step):
             raise MeasurementError(
                 f"{side.side}: its trainer counted {images} images in {steps} steps of {step}"

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, field, make_dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NoReturn, get_type_hints
@@ -17,12 +17,13 @@ import tyro
 from tyro.conf import arg
 
 from recipe.errors import OWN_RANK, UserError, fail, near_match, refuse
-from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, flag_name, last_value, spelled
+from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, given_flags, spelled
 from recipe.settings.other_trainers import in_our_words, is_others, with_open_numbers
 from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
 
 PATHS = ("data", "train_dir", "val_dir", "cache_dir", "log_dir", "weights", "resume")
+PRESET_OF_OTHER_IMAGES = "goyal-90"  # than the embedded digits
 NOT_FOLDERS = ("digits", "synthetic", "")  # values of --data that name no folder; "": not given
 
 
@@ -54,37 +55,36 @@ def read_flags(
     `program` is the script that messages name, by default this process's. UserError if the
     settings are wrong; SystemExit after --help, or for a value that the parser does not accept.
     """
-    given = {word.split("=")[0].replace("_", "-") for word in argv}
-    for shorthand, flag in (("--opt-level", "--precision"), ("--fp16-allreduce", "--wire-format")):
-        if {shorthand, flag} <= given:
-            raise UserError(f"{shorthand}: stands for a value of {flag}; give one of the two")
-    base = _chosen_preset(argv)
+    given = given_flags(argv)
+    for shorthand, name in (("opt_level", "precision"), ("fp16_allreduce", "wire_format")):
+        if shorthand in given and name in given:
+            raise UserError(
+                f"{spelled(shorthand)}: stands for a value of {spelled(name)}; give one of the two"
+            )
+    base = _chosen_preset(given)
     parsed, unknown = _parse_flags(base, argv, talk, program)
     if unknown:
         _refuse_words(engine, world_size, argv, unknown, program)
     config = _resolve(parsed)
     # A preset's loss scale applies only to the preset's own precision.
-    if "--loss-scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
+    if "loss_scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
         config = replace(config, loss_scale=None)
     check(config, engine, world_size)
     return config, base
 
 
-def _chosen_preset(argv: list[str]) -> Config:
-    name = last_value(argv, "--preset")
+def _chosen_preset(given: Mapping[str, str | None]) -> Config:
+    name = given.get("preset")
     if name is None:  # --help shows ImageNet's
-        is_help = not {"-h", "--help"}.isdisjoint(argv)
-        name = "digits" if are_digits(argv) and not is_help else "goyal-90"
+        name = "digits" if are_digits(given) and "help" not in given else PRESET_OF_OTHER_IMAGES
     if name not in PRESETS:
         raise UserError(f"--preset {name}: there is no such preset; {near_match(name, PRESETS)}")
     return preset(name)
 
 
-def are_digits(argv: Sequence[str]) -> bool:
-    """Return whether these flags select the embedded digits, as they do by default."""
-    return (
-        last_value(argv, "--data") in (None, "digits") and last_value(argv, "--train-dir") is None
-    )
+def are_digits(given: Mapping[str, str | None]) -> bool:
+    """Return whether the given flags select the embedded digits, as they do by default."""
+    return given.get("data") in (None, "digits") and given.get("train_dir") is None
 
 
 def _parse_flags(
@@ -141,12 +141,12 @@ def _refuse_words(
 ) -> NoReturn:
     """Raise a UserError that lists everything wrong with a command line of which the parser does
     not know the `unknown` words, and gives the line in this project's flags."""
-    base = _chosen_preset(["--data", "", *argv])  # other trainers' lines are about ImageNet
+    base = _chosen_preset({"data": "", **given_flags(argv)})  # other trainers' are about ImageNet
     config, _ = _parse_flags(base, argv, talk=False, program=None)
     line, _ = in_our_words(argv, unknown, config, world_size)
     more = []
     try:
-        config, _ = _parse_flags(_chosen_preset(line), line, talk=False, program=None)
+        config, _ = _parse_flags(_chosen_preset(given_flags(line)), line, talk=False, program=None)
         check(_resolve(config), engine, world_size)
     except UserError as error:
         more = str(error).splitlines()
@@ -464,7 +464,7 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
 def rate_of_another_batch(config: Config, base: Config, argv: list[str]) -> list[str]:
     """Return a warning if `argv` changes the preset's batch size but not its learning rate. (For
     synthetic images any learning rate will do.)"""
-    is_left = config.batch_size != base.batch_size and "--base-lr" not in map(flag_name, argv)
+    is_left = config.batch_size != base.batch_size and "base_lr" not in given_flags(argv)
     if not is_left or config.evaluate or config.data == "synthetic":
         return []
     scaled = f"{base.base_lr * config.batch_size / base.batch_size:.4g}"

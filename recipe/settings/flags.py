@@ -321,7 +321,7 @@ class SpeedFlags:
         "fp32: single precision. tf32: TF32 in matrix products (GPU). bf16: autocast. fp16: "
         "autocast with loss scaling. O2: fp16 weights with fp32 master weights, fp32 BatchNorm, "
         "loss scaling. O3: fp16 throughout.")
-    opt_level: Literal["O0", "O1", "O2", "O3"] | None = work(None, help=
+    opt_level: Literal["O0", "O1", "O2", "O3"] | None = work(None, decides="precision", help=
         "Apex's name for a precision: O0 is fp32 and O1 is fp16.")
     keep_batchnorm_fp32: bool | None = work(None, needs="fp16 weights", help=
         "Whether BatchNorm's weights and statistics stay fp32. Default: True under O2, False under "
@@ -510,33 +510,24 @@ def _flag_names() -> dict[str, bool]:
 
 
 FLAG_NAMES = _flag_names()
-# A flag's other names, and one shorthand.
-ALIASES = {alias: spelled(name) for name, flag in FLAGS.items() for alias in flag.aliases}
-ALIASES["--opt-level"] = "--precision"
+MAIN_NAMES = {alias: spelled(name) for name, flag in FLAGS.items() for alias in flag.aliases}
+MAIN_NAMES["-h"] = "--help"
 
 
-def flag_name(word: str) -> str:
-    """Return the main name of the flag in `word`, without a value; "" if `word` is no flag."""
-    name = word.split("=")[0].replace("_", "-")
-    name = ALIASES.get(name, name)
-    return name if name.startswith("--") else ""
+def given_flags(words: Sequence[str]) -> dict[str, str | None]:
+    """Return the flags among the words of a command line, each by its field in Config with the text
+    of its last value: what follows it, None if nothing does. A switch and its negation are the same
+    field.
 
-
-def last_value(words: Sequence[str], flag: str) -> str | None:
-    """Return the value that a trainer would use for `flag`: the last one given."""
-    value = None
+    This is the only place that reads words without the parser, for what the parser cannot tell:
+    which preset's defaults it is to start from; whether a flag with the default's value was given;
+    and the flags of a recorded plan, which a report reads without loading the parser, and which it
+    may no longer know.
+    """
+    given = dict[str, str | None]()
     for word, following in zip_longest(words, words[1:]):
-        if flag_name(word) == flag:
-            value = word.partition("=")[2] if "=" in word else following
-    return value
-
-
-def without_flag(words: Sequence[str], flag: str) -> list[str]:
-    """Return `words` without `flag`, which takes one value, and without that value."""
-    kept, rest = list[str](), iter(words)
-    for word in rest:
-        if flag_name(word) != flag:
-            kept.append(word)
-        elif "=" not in word:
-            next(rest, None)  # its value
-    return kept
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if found := re.fullmatch("--(?:no-)?([a-z0-9-]+)", MAIN_NAMES.get(flag, flag)):
+            given[found[1].replace("-", "_")] = value if equals else following
+    return given

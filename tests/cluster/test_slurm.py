@@ -282,7 +282,7 @@ scheduler.PATIENCE = 0.0
 hosts = "node0:1,node1:1"
 training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--threads", "1")
 folder, *names = sys.argv[1:]
-runs = [Run(1, CONFIGURATIONS[name], 2, 1, arguments=training, hosts=hosts) for name in names]
+runs = [Run(1, CONFIGURATIONS[name], 2, 1, flags=training, hosts=hosts) for name in names]
 place = Path(folder)
 scheduler.run_block(runs, Plan(steps=2, rounds=2), place, 1, print)
 """
