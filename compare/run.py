@@ -35,7 +35,7 @@ from msgspec.structs import replace
 from tyro.conf import Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from compare.evidence.paired import MIN_BLOCKS
+from compare.evidence.paired import INTERVAL, MIN_BLOCKS
 from compare.evidence.records import newest_comparison
 from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
@@ -287,7 +287,7 @@ def print_outlook(plan: Plan, folder: Path) -> None:
     if plan.runs():
         runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, "
     until = (
-        f"until the 95 % interval of each pair is within +-{percentage(plan.until_interval)}, for "
+        f"until the {INTERVAL} of each pair is within +-{percentage(plan.until_interval)}, for "
         f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
     )
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"

@@ -77,6 +77,23 @@ def test_every_named_file_exists() -> None:
             assert (ROOT / folder / name).exists(), f"{folder}/{name}"
 
 
+def test_what_contributing_names_in_a_file_is_there() -> None:
+    """As in "`NAME` in `file.py`", and in "`file.py`: a row in `NAME`"."""
+    text, named = PAGES["CONTRIBUTING.md"], r"((?:`[\w.]+`(?:, and |, | and )?)+)"
+    of_files = [
+        (names, file)
+        for names, file in re.findall(rf"{named}\s+in\s+`([\w/]+\.(?:py|toml))`", text)
+    ] + [
+        (names, file)
+        for file, names in re.findall(rf"`([\w/]+\.py)`:[^`;\n]*?\b(?:in|of)\s+{named}", text)
+    ]
+    assert len(of_files) > 40
+    for names, file in of_files:
+        content = (ROOT / file).read_text()
+        for word in re.findall(r"\w+", names):
+            assert re.search(rf"\b{word}\b", content), (word, file)
+
+
 def test_every_module_of_the_recipe_is_in_the_tree() -> None:
     for file in (ROOT / "recipe").glob("*.py"):
         assert file.name == "__init__.py" or file.name in PAGES["CONTRIBUTING.md"], file.name

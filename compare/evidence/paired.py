@@ -21,6 +21,7 @@ from scipy.special import ndtr, stdtr, stdtrit
 
 MIN_BLOCKS = 3  # with two, Student's interval is +-12.7 standard errors: useless
 CONFIDENCE = 0.95
+INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 # A true difference as large as the half-width is shown with a probability of 50 %, one of 1.5 times
 # the half-width with 80 %: (1.96 + 0.84) / 1.96 = 1.43 if the noise is known; a little less with
 # few blocks, (2.36 + 0.90) / 2.36 = 1.38 with eight, by Student's quantiles.

@@ -13,7 +13,7 @@ import tabulate
 from compare.evidence import packed
 from compare.evidence.judgement import Finding, holm, judged_together
 from compare.evidence.packed import read_text
-from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, estimate_ratio
+from compare.evidence.paired import INTERVAL, MIN_BLOCKS, Estimate, estimate_ratio
 from compare.evidence.reading import decode, parse, read_object, read_outcome
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count, interval_text, ratio_text, short, three_digits
@@ -22,7 +22,6 @@ from recipe.record.schema import Count, Positive, Text
 from recipe.settings.flags import WIRE_BYTES
 
 WIDTH = 100  # of lines
-INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 EQUAL = ("ranks", "hosts", "threads")  # among all launches
 

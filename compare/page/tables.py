@@ -9,14 +9,14 @@ from typing import Any
 import tabulate
 
 from compare.evidence.goals import NO_VERDICT, UNFINISHED, Goal
-from compare.evidence.paired import Difference, Estimate
+from compare.evidence.paired import INTERVAL, Difference, Estimate
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
 from compare.page.report import Report, SideBySide
 from compare.plan.configurations import PEERS
 
 POOLED = (
-    "Speed ratios with their 95 % intervals: each occasion's ratio, and their common ratio by a "
+    f"Speed ratios with their {INTERVAL}s: each occasion's ratio, and their common ratio by a "
     "random-effects model. The standard deviation of the true ratio between occasions is given "
     "from four occasions on. It is hardly known from few of them, which makes the common interval "
     "wide (Student's quantile is 12.7 for two, 4.3 for three, 2.8 for five). Each interval covers "

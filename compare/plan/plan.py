@@ -419,7 +419,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     until_interval: Annotated[
         Share,
         flag(
-            "add blocks until the 95 % interval of each pair's speed ratio is no wider than +-P % "
+            "add blocks until the interval of each pair's speed ratio is no wider than +-P % "
             "(default: 1.5%; give at most half of --margin, or equal speeds will hardly ever be "
             "shown to be equal)",
             "P%",
