@@ -153,3 +153,11 @@ def test_what_is_kept_asks_the_same_as_what_is_not(tmp_path, monkeypatch, fields
     told = SideBySide([Report(load_comparison(one)) for one in both])
     assert bool(told.not_pooled) == is_other and len(told.occasions) == 5 * (not is_other)
     assert not is_other or "differ in: train_dir." in told.not_pooled
+
+
+def test_a_record_of_a_version_that_had_files_of_settings_asks_the_same(tmp_path):
+    folders = comparisons_of(tmp_path, 2)
+    for path in folders[0].rglob("config.json"):
+        edit(path, knobs=None, knob_variables={})
+    told = SideBySide([Report(load_comparison(folder)) for folder in folders])
+    assert told.not_pooled == "" and len(told.occasions) == 5
