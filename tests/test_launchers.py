@@ -100,13 +100,15 @@ def over_jsrun(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_a_new_launcher_passes_variables_on_by_its_flag(over_jsrun: Run, tmp_path: Path) -> None:
-    command, launches = shlex.join(over_jsrun.command(tmp_path)), Mock()
-    assert command.startswith("jsrun -E ") and " -E PATH " in command
-    assert " --np 2 python " in command
+    for hosts in ("a:1,b:1", None):  # its daemons may choose other hosts
+        command = shlex.join(dataclasses.replace(over_jsrun, hosts=hosts).command(tmp_path))
+        assert command.startswith("jsrun -E ") and " -E PATH " in command
+        assert " --np 2 python " in command
+    launches = Mock()
     start_side(over_jsrun, tmp_path, launches, "who")
     words, _, variables = launches.launch.call_args.args
     assert words[:5] == ["jsrun", "-E", "COMPARE_RUN", "-E", "COMPARE_SCHEDULER"]
-    assert variables["JSRUN_SHARES"] == "1"
+    assert (variables["COMPARE_SCHEDULER"], variables["JSRUN_SHARES"]) == ("who", "1")
 
 
 def test_a_new_launchers_daemons_choose_the_hosts(over_jsrun: Run) -> None:

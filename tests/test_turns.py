@@ -17,7 +17,6 @@ from multiprocessing.connection import Client, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -59,7 +58,6 @@ from compare.running.scheduler import (
     make_turn,
     run_block,
     run_blocks,
-    start_side,
 )
 from compare.running.take_turns import State, receive, send
 from recipe import start
@@ -344,14 +342,6 @@ def test_one_launch_measures_all_cases(tmp_path: Path, monkeypatch: pytest.Monke
         output = (tmp_path / "block-1" / name / "0/output.log").read_text()
         assert output.splitlines() == ["case ''", "case 'small'", "case 'large'"]
     assert lines[-1].startswith("large, round 2 of 2, ")
-
-
-def test_ranks_on_other_hosts_get_what_they_are_told(tmp_path: Path) -> None:
-    launches, over_two = Mock(), replace(trainer("ddp-mpirun"), hosts="a.invalid:1,b.invalid:1")
-    start_side(over_two, tmp_path, launches, "who")
-    words, _, variables = launches.launch.call_args.args
-    assert "mpirun -x COMPARE_RUN -x COMPARE_SCHEDULER " in " ".join(words)
-    assert variables["COMPARE_SCHEDULER"] == "who"
 
 
 def test_on_gpus_a_side_warms_up_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def launch_words(configuration: Configuration, workers: int, hosts: str | None) 
     """Return the words before the trainer's path. On this host the ranks inherit all variables."""
     ranks = workers + configuration.trained_by.servers  # a launcher treats both alike
     words = START_COMMANDS[configuration.launcher].words(configuration, ranks, hosts)
-    if hosts is not None:
+    if hosts is not None or has_daemons(configuration):
         # Only variables that are set: mpirun warns of the others.
         needed = NEEDED_ELSEWHERE & (os.environ.keys() | set_variables().keys())
         names = needed | steering_variables().keys() | configuration.variables.keys()
