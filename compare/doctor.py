@@ -58,7 +58,7 @@ def examine(
     hostfile: str | None = None,
     data: Path | None = None,
     network_interface: str | None = None,
-    allreduce: bool = True,
+    no_allreduce: bool = False,
     json: Path | None = None,
 ) -> int:
     """Look at all hosts, or at this one, then at what is between them; print what is found as soon
@@ -69,7 +69,7 @@ def examine(
         hostfile: The same in lines 'name slots=N'.
         data: The folder with train/ and val/.
         network_interface: The one that connects the hosts, such as eth0.
-        allreduce: Leave the measurement out.
+        no_allreduce: Do not measure the all-reduce.
         json: Write the findings as JSON.
     """
     table: dict[str, Any] = {"hosts": hosts, "hostfile": hostfile}
@@ -91,7 +91,7 @@ def examine(
             problems = connection_problems(networks, {name: asked[name] for name in reports})
             between = network_findings(reports, problems, network_interface)
             findings += show("between the hosts", [agreement(reports), *between])
-    if allreduce and not any(one.status == "failed" for one in findings):
+    if not no_allreduce and not any(one.status == "failed" for one in findings):
         findings += show("workers", [measure_allreduce(hosts, network_interface)])
     counts = Counter(finding.status for finding in findings)
     print(f"\n{counts['failed']} failed, {counts['warning']} warnings")

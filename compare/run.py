@@ -109,8 +109,8 @@ TASK = [
 PROCEDURE = [
     ("hostfile", Annotated[str | None, arg(metavar="FILE", help="hosts, in lines of the form 'name "
      "slots=N', in place of --hosts")], None),
-    ("warm_up", Annotated[bool, arg(help="leave out the short run of each engine before the first "
-     "measured one")], True),
+    ("no_warm_up", Annotated[bool, arg(help="leave out the short run of each engine before the "
+     "first measured one")], False),
     ("out", Annotated[Path | None, arg(metavar="DIR", help="the comparison's folder; one that "
      "exists is continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
      "this plan unfinished)")], None),
@@ -135,7 +135,7 @@ def answer(argv: list[str]) -> int:
         check_tools(plan)
     folder = choose_folder(plan, options)
     if options.dry_run:
-        print("\n".join(dry_run_lines(plan, folder, options.warm_up)))
+        print("\n".join(dry_run_lines(plan, folder, not options.no_warm_up)))
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -254,7 +254,7 @@ def run_plan(plan: Plan, folder: Path, options: SimpleNamespace, argv: list[str]
     print_outlook(plan, folder)
     # A block of turns has a warm-up of its own, and only the first one may find the data unread.
     is_cold = missing(plan.runs(), folder) or not any(g.blocks for g in measured(plan, folder))
-    if options.warm_up and is_cold and not warm_up(plan, folder):
+    if is_cold and not options.no_warm_up and not warm_up(plan, folder):
         return 1
     return carry_out(plan, folder, argv)
 

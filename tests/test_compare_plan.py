@@ -38,11 +38,11 @@ from compare.plan.environment import (
     used_hosts,
 )
 from compare.plan.plan import OwnConfiguration, Plan, Run, Share, Words
-from compare.plan.plan_file import PLANS, plan_record, plan_table, read_plan, write_plan
+from compare.plan.plan_file import PLANS, check_plan, plan_record, plan_table, read_plan, write_plan
 from compare.run import main, make_plan, parse_options
 from recipe.errors import UserError
 from recipe.settings.config import parse_args
-from recipe.settings.flags import names_of
+from recipe.settings.flags import FLAGS, names_of
 from recipe.training.optimizers import learning_rate
 from recipe.world import World
 
@@ -521,10 +521,22 @@ def test_no_side_of_a_pair_is_oftener_at_the_edge_of_a_block_than_the_other(numb
 
 
 def test_varied_settings_bear_the_names_of_the_configuration():
-    flags = ("-b", "8", "--no-cuda", "--weight_decay=1", "--static-graph", "--lr-min", "-1")
-    own = OwnConfiguration("ddp-torchrun", Words(flags))
+    flags = "-b 8 --no-cuda --weight_decay=1 --static-graph --lr-min -1 --opt-level O1"
+    own = OwnConfiguration("ddp-torchrun", Words(flags.split()))
     plan = Plan(configurations=("ddp-torchrun", "own"), configuration={"own": own})
-    assert plan.varied == ["batch_size", "cuda", "wd", "static_graph", "lr_min"]
+    assert plan.varied == ["batch_size", "cuda", "wd", "static_graph", "lr_min", "opt_level"]
+    assert "precision" in FLAGS["opt_level"].decides  # a run records the precision
+
+
+def test_flags_that_the_trainers_no_longer_know_are_read_but_do_not_train() -> None:
+    """Those of a recorded plan: its report needs its runs, but not their settings."""
+    flags = Words(("--of-an-older-version", "3", "--seed=5"))
+    plan = Plan(trainer_arguments=flags, global_batch_size=64, global_learning_rate=0.1)
+    check_plan(plan)
+    first, *_ = plan.runs()
+    assert first.seed is None
+    with pytest.raises(UserError, match=r"flags: .*\n +--of-an-older-version 3: leave it out"):
+        _ = first.config
 
 
 def test_a_pair_may_have_a_margin_of_its_own() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compare.running import take_turns
+from recipe.settings.flags import given_flags
 from recipe.world import LAUNCHERS, read_world
 
 # No epoch ends during a measurement, and no checkpoint is kept.
@@ -36,7 +37,7 @@ def main() -> None:
         del sys.argv[1]
         take_turns.join_if_measured()  # before torch is loaded
         take_instruments_out()
-    images = "" if "--data" in sys.argv else RANDOM_IMAGES
+    images = "" if "data" in given_flags(sys.argv) else RANDOM_IMAGES
     sys.argv[2:2] = f"{defaults} {images}".split()
     take_turns.main()
 
