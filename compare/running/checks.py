@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_interface
@@ -317,53 +317,45 @@ def check_data(data: Path) -> Finding:
 def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
     """Check that no other process uses the visible GPUs, that they are not slowed, that there is
     one for each of `workers`, and that each can hold one worker of each of `sides` at once."""
-    processes = psutil.process_iter(["name"])
-    rows: list[tuple[Any, str, str]] = [
-        (
-            any((p.info["name"] or "").startswith("nvidia-cuda-mps") for p in processes),
-            "CUDA's MPS runs: a GPU computes for several processes at once, and a paused one may "
-            "block the others",
-            "echo quit | nvidia-cuda-mps-control",
-        ),
-        (
-            workers > visible_gpus(),
-            f"{workers} workers on this machine, which has {count(visible_gpus(), 'visible GPU')}",
-            f"give --workers up to {visible_gpus()}, or --no-cuda to the trainers",
-        ),
-    ]
-    for number, gpu in enumerate(gpu_facts()):
-        users = (process.pid for process in gpu["ComputeRunningProcesses"] or ())
-        # This process itself uses the GPUs if it has asked torch about them.
-        used_by = [str(pid) for pid in users if pid != os.getpid()]
-        reasons, mode = gpu["CurrentClocksEventReasons"] or 0, gpu["ComputeMode"] or 0
-        free = gpu["MemoryInfo"].free if gpu["MemoryInfo"] else math.inf
-        slowed_by = [why for bits, why in SLOWED_BY.items() if bits & reasons]
-        rows += [
-            (used_by, f"GPU {number} is used by process {', '.join(used_by)}", "end it"),
-            (
-                slowed_by,
-                f"GPU {number} is slowed by {', '.join(slowed_by)}",
-                "let it cool down, and see nvidia-smi -q -d PERFORMANCE",
-            ),
-            (
-                free < sides * MEMORY_PER_WORKER,
-                f"GPU {number} has {free / GIB:.1f} GiB free for {count(sides, 'worker')}",
-                "free some, or compare fewer configurations",
-            ),
-            (
-                sides > MOST_PROCESSES[mode],
-                f"GPU {number} in compute mode {mode} admits "
-                f"{MOST_PROCESSES[mode]} of {count(sides, 'worker')}",
-                "as root: nvidia-smi --compute-mode 0",
-            ),
-        ]
-    wrong = {found: remedy for is_wrong, found, remedy in rows if is_wrong}
+    wrong = dict(gpu_problems(sides, workers))
     return make_finding(
         "GPU state",
         not wrong,
         "; ".join(wrong) or "free, not slowed",
         "; ".join(dict.fromkeys(wrong.values())),
     )
+
+
+def gpu_problems(sides: int, workers: int) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the visible GPUs together, and with each; and what to do."""
+    names = [process.info["name"] or "" for process in psutil.process_iter(["name"])]
+    if any(name.startswith("nvidia-cuda-mps") for name in names):
+        found = (
+            "a GPU computes for several processes at once, and a paused one may block the others"
+        )
+        yield f"CUDA's MPS runs: {found}", "echo quit | nvidia-cuda-mps-control"
+    gpus = visible_gpus()
+    if workers > gpus:
+        found = f"{workers} workers on this machine, which has {count(gpus, 'visible GPU')}"
+        yield found, f"give --workers up to {gpus}, or --no-cuda to the trainers"
+    for number, gpu in enumerate(gpu_facts()):
+        # This process itself uses the GPUs if it has asked torch about them.
+        users = [process.pid for process in gpu["ComputeRunningProcesses"] or ()]
+        if others := ", ".join(str(pid) for pid in users if pid != os.getpid()):
+            yield f"GPU {number} is used by process {others}", "end it"
+        reasons = gpu["CurrentClocksEventReasons"] or 0
+        if slowed_by := ", ".join(why for bits, why in SLOWED_BY.items() if bits & reasons):
+            remedy = "let it cool down, and see nvidia-smi -q -d PERFORMANCE"
+            yield f"GPU {number} is slowed by {slowed_by}", remedy
+        free = gpu["MemoryInfo"].free if gpu["MemoryInfo"] else math.inf
+        if free < sides * MEMORY_PER_WORKER:
+            found = f"GPU {number} has {free / GIB:.1f} GiB free for {count(sides, 'worker')}"
+            yield found, "free some, or compare fewer configurations"
+        mode = gpu["ComputeMode"] or 0
+        most = MOST_PROCESSES[mode]
+        if sides > most:
+            found = f"GPU {number} in compute mode {mode} admits {most} of {count(sides, 'worker')}"
+            yield found, "as root: nvidia-smi --compute-mode 0"
 
 
 def check_horovod() -> Finding:
