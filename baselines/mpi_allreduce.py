@@ -12,8 +12,8 @@ from importlib import metadata
 import torch
 
 from recipe.allreduce_loop import Backend, run
-from recipe.errors import refuse
 from recipe.ancestors import own_world
+from recipe.errors import UserError
 from recipe.settings.flags import Config, WireFormat
 from recipe.world import World, lone_copy_message, prepare_mpi
 
@@ -34,13 +34,12 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], o
 def connect(config: Config, world: World) -> Backend:
     """Check that MPI started the ranks."""
     message = lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun")
-    refuse(
-        (message, message),
-        (
-            config.transport not in ("auto", "mpi"),
-            f"--transport {config.transport}: this script uses MPI itself; leave it out",
-        ),
-    )
+    if message:
+        raise UserError(message)
+    if config.transport not in ("auto", "mpi"):
+        raise UserError(
+            f"--transport {config.transport}: this script uses MPI itself; leave it out"
+        )
     library = MPI.Get_library_version().split(",")[0].strip("\0")
     return Backend(
         name="mpi4py",

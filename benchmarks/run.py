@@ -26,7 +26,7 @@ from compare.page.tables import goals_tables, table_text
 from compare.plan.environment import ROOT
 from compare.running.launch import utc_stamp
 from recipe.command import RESUMES, run_tool
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.files import replace_file
 from tools import namespaces
 from tools.make_jpegs import JPEGS, jpegs_folder
@@ -57,13 +57,10 @@ def bench(
     for name in only:
         if name not in plans:
             raise UserError(f"--only {name}: choose from {', '.join(sorted(plans))}")
-    refuse(
-        (
-            links and (only or gpu),
-            "--links: is measured instead of plans; leave --only and --gpu out",
-        ),
-        (any(rate <= 0 for rate in links), "--links: give rates above 0 Gb/s"),
-    )
+    if links and (only or gpu):
+        raise UserError("--links: is measured instead of plans; leave --only and --gpu out")
+    if any(rate <= 0 for rate in links):
+        raise UserError("--links: give rates above 0 Gb/s")
     out = out or Path("runs") / "bench" / utc_stamp()
     how = ["--until-interval", "0.5%", "--minutes", str(minutes)]
     if quick:
@@ -72,7 +69,7 @@ def bench(
     for name in () if links else only or sorted(plans):
         jpegs_folder(ROOT / JPEGS)
         tiny = ["--", *QUICK] if quick and "{flags}" in plans[name].read_text() else []
-        failed += measure(plans[name], out / name, [*how, *tiny])
+        failed += run_plan(plans[name], out / name, [*how, *tiny])
     measured = [path.parent for path in sorted(out.glob("*/plan.json"))]
     measured = [folder for folder in measured if folder.name not in failed]
     for table in goals_tables([Report(load_comparison(folder)) for folder in measured]):
@@ -83,7 +80,7 @@ def bench(
     return 0
 
 
-def measure(plan: Path, out: Path, words: list[str], enter: list[str] | None = None) -> list[str]:
+def run_plan(plan: Path, out: Path, words: list[str], enter: list[str] | None = None) -> list[str]:
     """Measure a plan into a folder; return [] or, if it fails, the folder's name. `enter`: words
     before the command, which enter a host."""
     print(f"== {out.name}", flush=True)
@@ -105,7 +102,7 @@ def measure_links(rates: tuple[float, ...], out: Path, words: list[str]) -> list
         for rate in rates:
             namespaces.limit_rate(made, rate)
             place = out / f"{rate:g}-gbit"
-            failed += measure(PLANS / "wire-format.toml", place, words, enter)
+            failed += run_plan(PLANS / "wire-format.toml", place, words, enter)
     return failed
 
 

@@ -91,7 +91,7 @@ def examine(
             problems = connection_problems(networks, {name: asked[name] for name in reports})
             between = network_findings(reports, problems, network_interface)
             findings += show("between the hosts", [agreement(reports), *between])
-    if not no_allreduce and not any(one.status == "failed" for one in findings):
+    if not no_allreduce and not any(finding.status == "failed" for finding in findings):
         findings += show("workers", [measure_allreduce(hosts, network_interface)])
     counts = Counter(finding.status for finding in findings)
     print(f"\n{counts['failed']} failed, {counts['warning']} warnings")
@@ -153,30 +153,30 @@ def listen(answer_as: str, data: Path | None = None) -> int:
     return 0
 
 
-def connection_problem(name: str, other: str, place: tuple[str, int]) -> str:
-    """Return why this host, `name`, cannot connect to another one; "" if it can."""
+def connection_problem(name: str, target: str, place: tuple[str, int]) -> str:
+    """Return why this host, `name`, cannot connect to the host `target`; "" if it can."""
     address, port = place
     try:
         socket.create_connection((address, port), CONNECT_SECONDS).close()
     except OSError as error:
-        return f"{name} -> {other} ({address}): {error.strerror or error}"
+        return f"{name} -> {target} ({address}): {error.strerror or error}"
     return ""
 
 
 def read_answer(host: subprocess.Popen[str]) -> tuple[Any, str]:
-    """Return the next JSON object that a host answers; if it ends first, None and its last words.
-    Passes over what a login shell says."""
-    said = ""
+    """Return the next JSON object that a host prints; if it ends first, None and its last line.
+    Skips what a login shell prints."""
+    last_line = ""
     for line in host.stdout or ():
         if line.startswith("{"):
             return json.loads(line), ""
-        said = line.strip() or said
-    return None, said
+        last_line = line.strip() or last_line
+    return None, last_line
 
 
 def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
     """Return a host's report; if there is none, one that only says why."""
-    answered, said = read_answer(host)
+    answered, last_line = read_answer(host)
     if answered is not None:
         report = msgspec.convert(answered, HostReport)
         skew = report.time - time.time()
@@ -191,22 +191,15 @@ def read_report(name: str, host: subprocess.Popen[str]) -> HostReport:
         return replace(report, findings=[*report.findings, replace(clock, host=name)])
     code = host.wait()
     if code == 255 and not is_here(name):  # ssh's own
-        said = said.removeprefix("ssh: ").rstrip(".")
-        return HostReport([Finding("ssh", "failed", said, ssh_remedy(name, said), name)])
-    found = f"no answer within {ANSWER_SECONDS} s" if code == 124 else said  # timeout(1)'s own
-    return HostReport(
-        [
-            Finding(
-                "environment",
-                "failed",
-                found,
-                "the project and its environment must lie at the same "
-                "paths on all hosts, and no file system may hang, such as a dead mount under "
-                "--data",
-                name,
-            )
-        ]
+        problem = last_line.removeprefix("ssh: ").rstrip(".")
+        return HostReport([Finding("ssh", "failed", problem, ssh_remedy(name, problem), name)])
+    # 124 is timeout(1)'s own.
+    problem = f"no answer within {ANSWER_SECONDS} s" if code == 124 else last_line
+    remedy = (
+        "the project and its environment must lie at the same paths on all hosts, and no file "
+        "system may hang, such as a dead mount under --data"
     )
+    return HostReport([Finding("environment", "failed", problem, remedy, name)])
 
 
 # ----------------------------------------------------------------------------- between the hosts

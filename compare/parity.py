@@ -31,7 +31,7 @@ from compare.plan.plan_file import check_plan, split_words_at_dashes
 from compare.running.checks import check_tools
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
 from recipe.command import run_tool
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.files import json_for_readers
 
 
@@ -39,9 +39,8 @@ from recipe.files import json_for_readers
 class Live:
     """Used without run folders: both engines run now. Trainers' flags follow a --."""
 
-    configurations: tuple[str, str] = (
-        DEFAULT_CONFIGURATIONS  # names of two configurations of compare/run.py
-    )
+    # Names of two configurations of compare/run.py.
+    configurations: tuple[str, str] = DEFAULT_CONFIGURATIONS
     workers: int = 2  # number of processes
     steps: int = 5  # number of traced steps
     timeout: int = 1800  # seconds after which a run is ended
@@ -74,26 +73,20 @@ def compare(
         json: Print the result as JSON.
         live: How both engines run now.
     """
-    refuse(
-        (
-            max_ulps < 0 or not 0 <= relative < math.inf,
-            "--max-ulps and --relative: give finite numbers that are not negative",
-        ),
-        (
-            len(runs) not in (0, 2) or (runs and ranks),
+    if max_ulps < 0 or not 0 <= relative < math.inf:
+        raise UserError("--max-ulps and --relative: give finite numbers that are not negative")
+    if len(runs) not in (0, 2) or (runs and ranks):
+        raise UserError(
             f"{len(runs)} run folder(s) given: give two to compare them, only --ranks RUN to "
-            "compare the ranks of one, or none to run both engines now",
-        ),
-        (
-            (runs or ranks) and (trainer_flags or live != Live()),
+            "compare the ranks of one, or none to run both engines now"
+        )
+    if (runs or ranks) and (trainer_flags or live != Live()):
+        raise UserError(
             "--configurations, --workers, --steps, --timeout, --out and trainers' flags: leave "
-            "them out with run folders; they are for engines that run now",
-        ),
-        (
-            min(live.workers, live.steps, live.timeout) < 1,
-            "--workers, --steps and --timeout: give positive whole numbers",
-        ),
-    )
+            "them out with run folders; they are for engines that run now"
+        )
+    if min(live.workers, live.steps, live.timeout) < 1:
+        raise UserError("--workers, --steps and --timeout: give positive whole numbers")
     if ranks:
         parity = compare_ranks(ranks, max_ulps, relative)
     else:
@@ -110,9 +103,8 @@ def run_both(live: Live, trainer_flags: list[str]) -> list[Path]:
         configurations=tuple(dict.fromkeys(live.configurations)),
         measure="runs",
         workers=(live.workers,),
-        trainer_arguments=Words(
-            (*arguments, *trainer_flags)
-        ),  # if a flag is given twice, the last value counts
+        # If a flag is given twice, the last value counts.
+        trainer_arguments=Words((*arguments, *trainer_flags)),
     )
     check_plan(plan)
     check_tools(plan)

@@ -17,7 +17,7 @@ docs/prediction.md describes the model, and its errors where they could be check
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -52,7 +52,7 @@ MOST = 4096  # workers
 ON_CPUS = ("1-ethernet", "10-ethernet", "25-ethernet", "100-ethernet")
 ON_GPUS = ("25-roce", "100-infiniband", "200-infiniband", "400-infiniband")
 
-Steps = Sequence[tuple[Cluster, Prediction]]
+Steps = list[tuple[Cluster, Prediction]]
 
 
 @dataclass(frozen=True)
@@ -92,46 +92,31 @@ def predict(
         settings: The cluster and the training to predict.
         html: Write a page with the tables and charts of the efficiency over several networks.
     """
-    positive = (
-        "workers_per_host",
-        "cores_per_host",
-        "images",
-        "epochs",
-        "global_batch",
-        "links_per_host",
-    )
-    for name in positive:
-        value, flag = getattr(settings, name), name.replace("_", "-")
-        if value is not None and value <= 0:
-            raise UserError(f"--{flag} {value}: give a number above 0")
+    for name, value in vars(settings).items():
+        if isinstance(value, int | float) and value <= 0 and name != "price_per_node_hour":
+            raise UserError(f"--{name.replace('_', '-')} {value}: give a number above 0")
     measured = configurations(runs)
-    known = {name: read_inputs(of_it) for name, of_it in measured.items()}
+    inputs = {name: read_inputs(runs_of_it) for name, runs_of_it in measured.items()}
     settings = training_of(settings, [run for of_it in measured.values() for run in of_it])
-    charts = {name: chart_of(inputs, settings) for name, inputs in known.items()}
+    charts = {name: chart_of(inputs[name], settings) for name in measured}
     tables = {
-        name: [row_of(step, one, settings) for one, step in chart[settings.network]]
+        name: [row_of(step, cluster, settings) for cluster, step in chart[settings.network]]
         for name, chart in charts.items()
     }
     notes = [
         f"Training: {settings.epochs:g} epochs of {settings.images:,} images, without validation.",
         *sentences(tables),
-        *limits(known, settings),
+        *limits(inputs.values(), settings),
         PAST_ERROR,
     ]
     checks = [
-        check_of(name, run, known[name], settings)
+        check_of(name, run, inputs[name], settings)
         for name, runs_of_it in measured.items()
         for run in runs_of_it
         if run.workers > 1 and not run.is_pair
     ]
-    doubts = [one.doubt for runs_of_it in measured.values() for one in runs_of_it if one.doubt]
-    doubts += [
-        f"{name}: the runs differ in {'; '.join(unequal)}"
-        for name, runs_of_it in measured.items()
-        for unequal in [unequal_in(runs_of_it)]
-        if unequal
-    ]
-    notes += [f"Warning: nothing is to be concluded: {doubt}" for doubt in dict.fromkeys(doubts)]
+    doubts = doubts_on(measured)
+    notes += [f"Warning: nothing is to be concluded: {doubt}" for doubt in doubts]
     if checks:
         notes += [] if doubts else [summary_of(checks)]
         tables["Measured, and predicted without it"] = checks
@@ -144,10 +129,24 @@ def predict(
     return [*(f"{table.title}\n{table_text(table)}\n" for table in shown), *notes]
 
 
+def doubts_on(measured: dict[str, list[MeasuredRun]]) -> list[str]:
+    """Return why nothing may be concluded from these runs, each reason once."""
+    doubts = dict.fromkeys(run.doubt for runs in measured.values() for run in runs if run.doubt)
+    for name, runs in measured.items():
+        if unequal := unequal_in(runs):
+            doubts[f"{name}: the runs differ in {'; '.join(unequal)}"] = None
+    return list(doubts)
+
+
 def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table of these rows; their keys are the names of the columns."""
     columns = [
-        Column(name, name, "{:,}" * isinstance(value, int), is_number=not isinstance(value, str))
+        Column(
+            name,
+            name,
+            "{:,}" if isinstance(value, int) else "",
+            is_number=not isinstance(value, str),
+        )
         for name, value in rows[0].items()
     ]
     return Table(title, "", columns, rows)
@@ -156,14 +155,16 @@ def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
     """Return the settings, with the images and epochs of the training whose time is shown.
     UserError if the preset's image size is not that of the runs."""
-    trained = [run.summary.fingerprint for run in runs]
-    images, epochs = (max(one.get(of, 0) for one in trained) for of in ("num_images", "epochs"))
+    trainings = [run.summary.fingerprint for run in runs]
+    images = max(training.get("num_images", 0) for training in trainings)
+    epochs = max(training.get("epochs", 0) for training in trainings)
     if settings.preset is not None:
-        wrong = f"--preset {settings.preset}: {near_match(settings.preset, PRESETS)}"
         if settings.preset not in PRESETS:
-            raise UserError(wrong)
+            problem = near_match(settings.preset, PRESETS)
+            raise UserError(f"--preset {settings.preset}: {problem}")
         recipe = preset(settings.preset)
-        others = {one.get("train_crop_size") for one in trained} - {recipe.train_crop_size}
+        sizes = {training.get("train_crop_size") for training in trainings}
+        others = sizes - {recipe.train_crop_size}
         if others:
             raise UserError(
                 f"--preset {settings.preset} trains on images of {recipe.train_crop_size} pixels, "
@@ -174,15 +175,20 @@ def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
     return replace(settings, images=settings.images or images, epochs=settings.epochs or epochs)
 
 
-def limits(known: dict[str, Inputs], settings: Forecast) -> list[str]:
-    """Return sentences on the limits of these predictions, where they matter."""
-    return [
-        "On GPUs images/s and efficiency are upper bounds: the model was above the published "
-        "efficiency in {} of {} cases (docs/prediction.md).".format(*ABOVE_PUBLISHED)
-    ] * any(one.transport == "nccl" for one in known.values()) + [
-        "Upper bound: it is not known which part of a step does not shrink with the batch. Also "
-        "give runs of one worker with a smaller --batch-size."
-    ] * any(settings.global_batch and one.fixed_share is None for one in known.values())
+def limits(all_inputs: Collection[Inputs], settings: Forecast) -> list[str]:
+    """Return sentences on the limits of predictions from these inputs, where they matter."""
+    lines = []
+    if any(inputs.transport == "nccl" for inputs in all_inputs):
+        lines.append(
+            "On GPUs images/s and efficiency are upper bounds: the model was above the published "
+            "efficiency in {} of {} cases (docs/prediction.md).".format(*ABOVE_PUBLISHED)
+        )
+    if settings.global_batch and any(inputs.fixed_share is None for inputs in all_inputs):
+        lines.append(
+            "Upper bound: it is not known which part of a step does not shrink with the batch. "
+            "Also give runs of one worker with a smaller --batch-size."
+        )
+    return lines
 
 
 def configurations(paths: Sequence[Path]) -> dict[str, list[MeasuredRun]]:
@@ -245,16 +251,18 @@ def chart_of(inputs: Inputs, settings: Forecast) -> dict[str, Steps]:
     others = ON_GPUS if inputs.transport == "nccl" else ON_CPUS
     batch, per_host = settings.global_batch, settings.workers_per_host
     cores = settings.cores_per_host or inputs.cores
-    chart: dict[str, Steps] = {}
+    numbers = [2**power for power in range(int(math.log2(MOST)) + 1)]
+    chart = dict[str, Steps]()
     for name in dict.fromkeys([settings.network, *others]):
         network = named_network(name, inputs.transport, settings.island, settings.links_per_host)
         fitted = fit(inputs, network)
-        chart[name] = [
-            (one, predict_step(at_batch(fitted, batch / n) if batch else fitted, one))
-            for n in (2**power for power in range(int(math.log2(MOST)) + 1))
-            for one in [Cluster(math.ceil(n / per_host), min(n, per_host), cores, network)]
-            if not batch or batch >= n
-        ]
+        chart[name] = []
+        for workers in numbers:
+            if batch and batch < workers:
+                break
+            cluster = Cluster(math.ceil(workers / per_host), min(workers, per_host), cores, network)
+            inputs_here = at_batch(fitted, batch / workers) if batch else fitted
+            chart[name].append((cluster, predict_step(inputs_here, cluster)))
     return chart
 
 
@@ -296,7 +304,7 @@ def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
 def fastest(names: Sequence[str], rows: Sequence[dict[str, float]]) -> str:
     """Return words that name the fastest, if its interval does not overlap with the others'."""
     (first, name), *others = sorted(zip(rows, names, strict=True), key=lambda x: x[0]["step, ms"])
-    is_clear = all(first["high"] < other["low"] for other, _ in others)
+    is_clear = all(first["high"] < row["low"] for row, _ in others)
     return f"{name} is the fastest" if is_clear else f"none of {len(rows)} is clearly the fastest"
 
 
@@ -307,12 +315,12 @@ def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
     """Draw the efficiency over the number of workers (log2 axis), with a line for each network."""
     layers = list[Layer]()
     for (network, steps), colour, marker in zip(chart.items(), COLOURS, MARKERS, strict=False):
-        points = [(math.log2(one.workers), 100 * step.efficiency) for one, step in steps]
+        points = [(math.log2(cluster.workers), 100 * step.efficiency) for cluster, step in steps]
         texts = [
-            f"{network}, {one.workers:,} workers: {100 * step.efficiency:.0f} %, "
+            f"{network}, {cluster.workers:,} workers: {100 * step.efficiency:.0f} %, "
             f"{rate_text(step.images_per_second)} images/s, step {1e3 * step.low_seconds:.0f} to "
             f"{1e3 * step.high_seconds:.0f} ms"
-            for one, step in steps
+            for cluster, step in steps
         ]
         layers.append(Layer("line", points, colour, 1.4, key=network))
         layers.append(Layer(marker, points, colour, 2.6, texts=texts, key=network))

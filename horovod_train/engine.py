@@ -41,18 +41,16 @@ def prepare(config: Config, world: World) -> None:
 
 def _ask_for(transport: str, world: World) -> None:
     is_built = hvd.gloo_built() if transport == "gloo" else hvd.mpi_built()
-    refuse(
-        (
-            not is_built,
-            f"--transport {transport}: this Horovod was built without it; build it "
-            "again: python horovod_train/build_horovod.py",
-        ),
-        (
-            transport == "mpi" and world.launcher == "horovodrun",  # over MPI it is mpirun
+    if not is_built:
+        raise UserError(
+            f"--transport {transport}: this Horovod was built without it; build it again: python "
+            "horovod_train/build_horovod.py"
+        )
+    if transport == "mpi" and world.launcher == "horovodrun":  # over MPI it is mpirun
+        raise UserError(
             f"--transport mpi: {world.started_by.shown} started this process, not MPI; start it "
-            "with mpirun or horovodrun --mpi",
-        ),
-    )
+            "with mpirun or horovodrun --mpi"
+        )
     for name in SELECTORS:  # Horovod crashes if its controller and its sums use different ones
         if os.environ.setdefault(name, transport).lower() != transport:
             raise UserError(f"--transport {transport}: {name} says otherwise; unset it")

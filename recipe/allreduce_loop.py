@@ -31,7 +31,7 @@ FP32_BYTES = 4
 WIRES = tuple(WIRE_FORMATS)
 MIN_REPETITIONS = 3
 MAX_REPETITIONS = 200
-EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
+EXACT_INTEGERS = min(wire.exact_integers for wire in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
 
 
@@ -62,7 +62,7 @@ def run(about: str | None, connect: Callable[[Config, World], Backend]) -> None:
     world = own_world()
     start_watchdog(world)
     with one_message(world):
-        call_tool(sys.argv[0], partial(measure, connect, world), about, sys.argv[1:])
+        call_tool(sys.argv[0], partial(measure_allreduce, connect, world), about, sys.argv[1:])
 
 
 def model_messages(name: str) -> dict[str, list[int]]:
@@ -82,7 +82,7 @@ def model_messages(name: str) -> dict[str, list[int]]:
     return {"model fused": [sum(layers)], "model layers": layers}
 
 
-def measure(
+def measure_allreduce(
     connect: Callable[[Config, World], Backend],
     world: World,
     sizes: tuple[int, ...] = (4096, 1 << 20, 64 << 20),
@@ -90,7 +90,7 @@ def measure(
     model: str = "none",
     seconds: float = 0.3,
     threads: int = 1,
-    cuda: bool = True,
+    no_cuda: bool = False,
     transport: Literal["auto", "nccl", "gloo", "mpi"] = "auto",
     out: Path | None = None,
 ) -> None:
@@ -107,14 +107,14 @@ def measure(
             per parameter, last first.
         seconds: Time for the repetitions of one message; at least 3 are made, at most 200.
         threads: CPU threads of each rank for casts and copies.
-        cuda: Stay on the CPU.
+        no_cuda: Stay on the CPU.
         transport: What carries the messages, as in a training.
         out: JSON lines (default: standard output).
     """
     if not wires:
         raise UserError("--wires: name at least one")
     torch.set_num_threads(threads)
-    backend = connect(Config(cuda=cuda, transport=transport), world)
+    backend = connect(Config(cuda=not no_cuda, transport=transport), world)
     begin("")  # the ranks have met
     messages = {str(size): [max(1, size // FP32_BYTES)] for size in sizes}
     if model != "none":
@@ -199,7 +199,7 @@ def time_message(
         "repetitions": len(times),
         "seconds_median": median(times),
         "seconds": [float(f"{value:.4g}") for value in times],
-        "wrong_elements": sum(int((one != expected[: len(one)]).sum()) for one in tensors),
+        "wrong_elements": sum(int((tensor != expected[: len(tensor)]).sum()) for tensor in tensors),
     }
 
 

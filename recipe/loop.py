@@ -17,7 +17,7 @@ from recipe import meeting
 from recipe.data.batches import Data, open_data
 from recipe.data.loading import to_device
 from recipe.device import choose_device
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import load_weights
 from recipe.record.energy import EnergyMeter
@@ -100,7 +100,8 @@ class Rung(Trainables):
 
     def __init__(self, config: Config, world: World) -> None:
         """Raise UserError for settings that the rung lacks, and for a wrong launcher."""
-        refuse_settings(config, (*(one for one in ENGINES_OWN if one not in self.has), *self.lacks))
+        missing = [setting for setting in ENGINES_OWN if setting not in self.has]
+        refuse_settings(config, (*missing, *self.lacks))
         if self.launcher is not None and world.launcher != self.launcher:
             by = {"none": "python"}
             raise UserError(
@@ -112,13 +113,10 @@ class Rung(Trainables):
         self.config, self.device = config, choose_device(config, world)
         self.devices = [self.device]  # whose energy counts as this rank's
         trainers = world.size - self.servers
-        refuse(
-            (trainers < 1, "1 rank: the last one only serves; start at least 2"),
-            (
-                self.is_for_cpu and self.device.type != "cpu",
-                "this script sends tensors in the CPU's memory; add --no-cuda",
-            ),
-        )
+        if trainers < 1:
+            raise UserError("1 rank: the last one only serves; start at least 2")
+        if self.is_for_cpu and self.device.type != "cpu":
+            raise UserError("this script sends tensors in the CPU's memory; add --no-cuda")
         self.trains, self.server = world.rank < trainers, f"rank{trainers}"  # for remote calls
         self.world = replace(world, size=trainers, local_size=min(world.local_size, trainers))
         self.ranks = Ranks(self.world, self.sum_over_ranks, self.from_rank_0)
@@ -174,7 +172,10 @@ class Rung(Trainables):
         """Return each rank's bytes of optimizer state and weights; of sharded ones, its part."""
 
         def by_rank(tensors: Iterable[Any]) -> list[int]:
-            parts = (one.to_local() if hasattr(one, "to_local") else one for one in tensors)
+            # Of a sharded tensor (DTensor), this rank's part.
+            parts = (
+                getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors
+            )
             num_bytes = torch.tensor([sum(part.nbytes for part in parts)])
             return self.ranks.rows(num_bytes).flatten().tolist()
 

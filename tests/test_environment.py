@@ -26,7 +26,7 @@ from recipe.record.fingerprint import (
     weights_sha256,
 )
 from recipe.record.meter import PhaseSums, Usage, straggler, summarize
-from recipe.record.schema import Energy, Rank
+from recipe.record.schema import Energy, RankUsage
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, RunFlags
 from recipe.training.model import build_model
@@ -145,7 +145,7 @@ FIGURES = {"loss": 0.5, "top1": 50.0, "top5": 90.0}
 
 def a_usage(rank: int, cpu_seconds: float, memory: int, **others: Any) -> Usage:
     """Of a rank that waited 1 s in steps of 15 s, with 40 files of 1 MB, 2 of them suspect."""
-    record = Rank(
+    record = RankUsage(
         rank=rank,
         host=("here", "there")[rank],
         cpu_seconds=cpu_seconds,

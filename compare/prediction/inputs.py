@@ -177,7 +177,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     """Read the runs below a path. Of a comparison, read the complete runs of DDP and Horovod, with
     the times from their turns if there are any."""
     if not (path / "plan.json").exists():
-        return [read_run(one.parent) for one in sorted(path.rglob("summary.json"))]
+        return [read_run(summary.parent) for summary in sorted(path.rglob("summary.json"))]
     comparison = load_comparison(path)
     doubts = doubts_of(comparison)
     return [
@@ -213,7 +213,7 @@ def unequal_in(runs: Sequence[MeasuredRun]) -> list[str]:
     unequal = list[str]()
     for name in ALIKE:
         values = {
-            short(one.config.flags.get(name, getattr(one.environment, name, None))) for one in runs
+            short(run.config.flags.get(name, getattr(run.environment, name, None))) for run in runs
         }
         if len(values) > 1:
             unequal.append(f"{name}: {', '.join(sorted(values))}")
@@ -226,8 +226,8 @@ def by_turns(run: MeasuredRun, blocks: Sequence[Block], side: str) -> MeasuredRu
     by_block = [phases for block in blocks if (phases := block.phases(side))]
     if not by_block:
         return run
-    for one in by_block:
-        one["backward_seconds"] += one.get("exposed_communication_seconds", 0.0)
+    for phases in by_block:
+        phases["backward_seconds"] += phases.get("exposed_communication_seconds", 0.0)
     phases = typical(by_block)
     return replace(run, phases=phases, spread=run.spread * sum(phases.values()) / run.seconds)
 

@@ -37,7 +37,9 @@ class EnergyMeter:
     since RAPL's counters wrap."""
 
     def __init__(self, devices: Sequence[torch.device], local_rank: int) -> None:
-        self.gpus: list[Any] = [_nvml_of(one) if one.type == "cuda" else None for one in devices]
+        self.gpus: list[Any] = [
+            _nvml_of(device) if device.type == "cuda" else None for device in devices
+        ]
         # Cores, caches and memory have domains of their own inside a package, and psys contains
         # everything: so only packages may be added up.
         domains = sorted(POWERCAP.glob("intel-rapl:*"))

@@ -58,7 +58,9 @@ BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 def software(config: Config) -> dict[str, str]:
     """Return the versions of Python and of the packages that compute for both engines."""
     packages = (*PACKAGES, "timm") if config.uses_timm else PACKAGES
-    return {"python": platform.python_version()} | {one: metadata.version(one) for one in packages}
+    return {"python": platform.python_version()} | {
+        package: metadata.version(package) for package in packages
+    }
 
 
 def sources(engine: str) -> dict[str, str]:
@@ -144,17 +146,17 @@ def comparison_keys(
     """Return everything that must be equal on all ranks for them to train the same thing: printable
     values by name, as messages call them."""
     engines = {engine: metadata.version(engine)} if engine == "horovod" else {}
-    facts = {"type of device": device.type}
-    facts |= {f"{name}'s version": text for name, text in (software(config) | engines).items()}
+    keys = {"type of device": device.type}
+    keys |= {f"{name}'s version": text for name, text in (software(config) | engines).items()}
     for name, flag in FLAGS.items():
         value = getattr(config, name)
         if flag.per_rank == "first":
-            facts[spelled(name)] = "given" if value else "not given"
+            keys[spelled(name)] = "given" if value else "not given"
         elif flag.per_rank == "equal":
-            facts[spelled(name)] = str(value)
-    facts |= {IDENTITY[name]: str(value)[:12] for name, value in data.identity.items()}
-    facts["sizes of the image files"] = _digest(json.dumps(sample_of_sizes(data)).encode())
-    return facts | {f"the source {name}": digest for name, digest in sources(engine).items()}
+            keys[spelled(name)] = str(value)
+    keys |= {IDENTITY[name]: str(value)[:12] for name, value in data.identity.items()}
+    keys["sizes of the image files"] = _digest(json.dumps(sample_of_sizes(data)).encode())
+    return keys | {f"the source {name}": digest for name, digest in sources(engine).items()}
 
 
 def sample_of_sizes(data: Data) -> list[int]:
@@ -170,19 +172,20 @@ def sample_of_sizes(data: Data) -> list[int]:
     return [os.path.getsize(file) if os.path.exists(file) else -1 for file in files]
 
 
-def check_same_training(facts: dict[str, str], device: torch.device, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks alike, if their `facts` differ or if two ranks have one GPU.
+def check_same_training(keys: dict[str, str], device: torch.device, ranks: Ranks) -> None:
+    """Raise UserError, on all ranks alike, if their `keys` (see `comparison_keys`) differ, or if
+    two ranks have the same GPU.
 
     The exchange is in the CPU's memory, so that it works if a rank has found no GPU.
     """
     is_cuda = device.type == "cuda"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if is_cuda else ""
-    values = _digest(json.dumps(facts).encode()), gpu, ranks.world.host
+    values = _digest(json.dumps(keys).encode()), gpu, ranks.world.host
     digests, gpus, hosts = zip(*ranks.gather(values), strict=True)
     heartbeat()  # all ranks have met: from now on none may be late
     if len(set(digests)) > 1:
-        raise UserError(differences(ranks.gather(facts), hosts))
-    second = next((rank for rank, one in enumerate(gpus) if one and one in gpus[:rank]), 0)
+        raise UserError(differences(ranks.gather(keys), hosts))
+    second = next((rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank]), 0)
     if second:
         raise UserError(
             f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
@@ -203,7 +206,8 @@ def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
         weight.detach().contiguous().view(-1).view(BITS[weight.dtype]).sum(dtype=torch.int64)
         for weight in model.parameters()
     ]
-    together = torch.stack([one.to(sums[0].device) for one in sums])  # of a network on two GPUs
+    # A network may be on two GPUs.
+    together = torch.stack([weight_sum.to(sums[0].device) for weight_sum in sums])
     digests = ranks.gather(_digest(together.cpu().numpy().tobytes()))
     if len(set(digests)) > 1:
         hosts = ranks.gather(ranks.world.host)
@@ -219,13 +223,13 @@ def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
         )
 
 
-def differences(facts: list[dict[str, str]], hosts: Sequence[str]) -> str:
-    """Return the message for ranks whose `facts` differ: which facts, and each value's ranks."""
-    names = dict.fromkeys(name for rank in facts for name in rank)
+def differences(keys_by_rank: list[dict[str, str]], hosts: Sequence[str]) -> str:
+    """Return the message for ranks whose keys differ: which ones, and each value's ranks."""
+    names = dict.fromkeys(name for keys in keys_by_rank for name in keys)
     lines = [
         f"{name}: {_groups(values, hosts)}"
         for name in names
-        if len(set(values := [rank.get(name, "missing") for rank in facts])) > 1
+        if len(set(values := [keys.get(name, "missing") for keys in keys_by_rank])) > 1
     ]
     more = f"; and {len(lines) - MOST_FIELDS} more" if len(lines) > MOST_FIELDS else ""
     return (

@@ -27,7 +27,7 @@ from recipe.record.schema import (
     Environment,
     Input,
     Phases,
-    Rank,
+    RankUsage,
     StepLine,
     Summary,
     SuspectImages,
@@ -265,7 +265,7 @@ STRAGGLES = 0.1  # a rank straggles if it is slower than the typical rank by thi
 class Usage:
     """What a rank used, as it reports it to the other ranks; NaN where it was not measured."""
 
-    rank: Rank
+    rank: RankUsage
     energy: EnergyUse
     weights_sha256: str  # without BatchNorm's statistics, which may differ: see --batch-norm
     files: float
@@ -278,7 +278,7 @@ def measure_usage(meter: StepMeter, world: World, model: nn.Module, device: torc
     """Return what this rank used in its session."""
     read, reads_files = meter.train_input, meter.data.train is not None
     return Usage(
-        rank=Rank(
+        rank=RankUsage(
             rank=world.rank,
             host=world.host,
             cpu_seconds=cpu_seconds() - meter.cpu_seconds_before,
@@ -357,12 +357,12 @@ def summarize(
     )
 
 
-def straggler(ranks: Sequence[Rank]) -> str:
+def straggler(ranks: Sequence[RankUsage]) -> str:
     """Return a warning about the rank that the other ranks waited for; "" if all ranks took about
     as long as the typical one. Counts all phases except `backward`, in which ranks wait."""
     seconds = [
-        (one.data_seconds or 0.0) + (one.forward_seconds or 0.0) + (one.optimizer_seconds or 0.0)
-        for one in ranks
+        (rank.data_seconds or 0.0) + (rank.forward_seconds or 0.0) + (rank.optimizer_seconds or 0.0)
+        for rank in ranks
     ]
     slowest, typical = max(seconds), statistics.median_low(seconds)
     rank = ranks[seconds.index(slowest)]
@@ -389,7 +389,9 @@ def summarize_input(seconds: float, used: Sequence[Usage], images: int) -> Input
     """Return what all ranks read for training per second, over these `seconds`, and the mean share
     of a step that ranks waited for it; None where no files were read, or no step counted."""
     ranks = [usage.rank for usage in used]
-    waits = [(one.data_seconds or 0.0) / (one.step_seconds or 1.0) for one in ranks if one.steps]
+    waits = [
+        (rank.data_seconds or 0.0) / (rank.step_seconds or 1.0) for rank in ranks if rank.steps
+    ]
 
     def rate(number: float) -> float | None:
         return number / seconds if seconds and math.isfinite(number) else None

@@ -160,17 +160,19 @@ class Recorder:
             # but not which images are left out (--rollback).
             read = [(line, record_in(line)) for line in lines_in(folder)] if step else []
             kept = [
-                (line, one)
-                for line, one in read
-                if one and (one.step <= step or getattr(one, "left_out", None))
+                (line, record)
+                for line, record in read
+                if record and (record.step <= step or getattr(record, "left_out", None))
             ]
-            earlier = [one for _, one in kept]
+            earlier = [record for _, record in kept]
             self.steps = [  # of this epoch so far
-                one for one in earlier if isinstance(one, StepLine) and one.epoch == epoch
+                record
+                for record in earlier
+                if isinstance(record, StepLine) and record.epoch == epoch
             ]
-            self.evaluations = [one for one in earlier if isinstance(one, EvalLine)]
-            recorded = max((one.step for one in earlier), default=0)
-            if damaged := sum(one is None for _, one in read):
+            self.evaluations = [record for record in earlier if isinstance(record, EvalLine)]
+            recorded = max((record.step for record in earlier), default=0)
+            if damaged := sum(record is None for _, record in read):
                 self.say(f"warning: {metrics}: {damaged} damaged line(s) are left out")
             replace_file(metrics, "".join(f"{line}\n" for line, _ in kept))
             self.file: Any = metrics.open("a", buffering=1)
@@ -284,25 +286,25 @@ class Recorder:
         """Write evaluations that have just ended, in the order in which they ran."""
         self.console.end_evaluation()
         epoch = min(epoch, self.config.epochs - 1)  # for a complete run, the last epoch
-        so_far = self.progress.total_seconds - sum(one.seconds for one in evaluations)
-        for one in evaluations:
-            figures, count = means(one.sums), int(one.sums[3])
-            so_far += one.seconds
+        so_far = self.progress.total_seconds - sum(evaluation.seconds for evaluation in evaluations)
+        for evaluation in evaluations:
+            figures, count = means(evaluation.sums), int(evaluation.sums[3])
+            so_far += evaluation.seconds
             line = EvalLine(
                 epoch=epoch,
                 step=self.progress.step,
                 samples_seen=self.progress.samples_seen,
                 **figures,
                 num_images=count,
-                seconds=one.seconds,
+                seconds=evaluation.seconds,
                 train_seconds_so_far=so_far,
-                weights=one.weights,
+                weights=evaluation.weights,
             )
             self._write(line)
             self.evaluations.append(line)
-            part = "val" if one.weights == "model" else f"val_{one.weights}"
+            part = "val" if evaluation.weights == "model" else f"val_{evaluation.weights}"
             if not is_repeated:  # else it is drawn already
-                points = epoch_points(part, figures, one.seconds, count / one.seconds)
+                points = epoch_points(part, figures, evaluation.seconds, count / evaluation.seconds)
                 self.board.draw(epoch + 1, points)
             self.say(self._figures_line(epoch, part.removeprefix("val_"), figures))
 

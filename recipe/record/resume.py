@@ -100,31 +100,31 @@ def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[f
     if progress.step == 0 or config.evaluate:
         return -1.0, False
     best, evaluations = run_folder / "checkpoints" / "best.pt", records(run_folder, "eval")
-    top1 = {one.step: one.top1 for one in sorted(evaluations, key=lambda one: one.top1)}
+    top1 = {line.step: line.top1 for line in sorted(evaluations, key=lambda line: line.top1)}
     progress.best_top1 = top1[int(_step_of(best))] if best.exists() else -1.0
-    of_step = [one for one in evaluations if one.step == progress.step]
-    so_far = [progress.total_seconds, *(one.train_seconds_so_far for one in of_step)]
-    progress.total_seconds = max(so_far)
+    of_step = [line for line in evaluations if line.step == progress.step]
+    for line in of_step:
+        progress.total_seconds = max(progress.total_seconds, line.train_seconds_so_far)
     if of_step and progress.take_best({"top1": top1[progress.step]}):
         mark_best(step_path(best.parent, progress.step))
-    ends_epoch = any(one.step == progress.step for one in records(run_folder, "epoch"))
+    ends_epoch = any(line.step == progress.step for line in records(run_folder, "epoch"))
     return top1.get(progress.step, -1.0), ends_epoch and len(of_step) < 1 + config.model_ema
 
 
 def steps_left_out(run_folder: Path) -> list[tuple[int, int]]:
     """Return, from the folder's record, the steps whose images are left out since they made the
     loss infinite or NaN: where each begins, and its number of images."""
-    told = [one.left_out for one in records(run_folder, "event")]
-    spans: list[Any] = max(told, key=len, default=[])
+    left_out = [event.left_out for event in records(run_folder, "event")]
+    spans: list[Any] = max(left_out, key=len, default=[])
     return [tuple(span) if isinstance(span, list) else (span, 1) for span in spans]
 
 
 def has_kept(run_folder: Path) -> bool:
     """Return whether the folder's record shows that a checkpoint was on disk. A run waits until its
     checkpoint is written before it stops, and before it saves the next evaluation's checkpoint."""
-    ends = [one for one in records(run_folder, "event") if one.name in ("stop", "end")]
-    steps = {one.step for one in records(run_folder, "eval")}
-    return any(one.step for one in ends) or len(steps - {0}) > 1
+    ends = [event for event in records(run_folder, "event") if event.name in ("stop", "end")]
+    steps = {line.step for line in records(run_folder, "eval")}
+    return any(event.step for event in ends) or len(steps - {0}) > 1
 
 
 def go_back(
@@ -140,7 +140,7 @@ def go_back(
     path, world = None, ranks.world
     if world.is_first:
         files = reversed(checkpoints_in(run_folder / "checkpoints"))
-        path = next((one for one in files if step_in_name(one) < diverged_at - 1), None)
+        path = next((file for file in files if step_in_name(file) < diverged_at - 1), None)
         if path is None:
             raise UserError(
                 f"the loss of step {diverged_at} is not finite, and no checkpoint from before it "
@@ -185,7 +185,7 @@ def set_aside(run_folder: Path, step: int) -> None:
     later = [file for file in checkpoints_in(folder) if file > step_path(folder, step)]
     best = folder / "best.pt"
     # A best.pt without a known evaluation has no top-1 to compare others with.
-    evaluated = {one.step for one in records(run_folder, "eval") if one.step <= step}
+    evaluated = {line.step for line in records(run_folder, "eval") if line.step <= step}
     moves_best = best.exists() and _step_of(best) not in evaluated
     metrics = run_folder / "metrics.jsonl"
     if later or moves_best or (step == 0 and metrics.exists()):
@@ -228,7 +228,7 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
         return path
     folder = run_folder / "checkpoints"
     best, files = folder / "best.pt", checkpoints_in(folder)
-    diverged = {one.step for one in records(run_folder, "event") if one.name == "diverged"}
+    diverged = {event.step for event in records(run_folder, "event") if event.name == "diverged"}
     for path in reversed(files):
         if not _is_whole(path):
             print(f"warning: {path} is damaged; trying the one before it")
@@ -421,8 +421,8 @@ def _misfits_of_data(
     # Contents are known only for shards.
     is_changed = known != {name: images[name] for name in known} or "sha256" not in images
     then, now = (
-        f"{one['num_train']:,} training and {one['num_val']:,} validation images"
-        for one in (images, data.identity)
+        f"{identity['num_train']:,} training and {identity['num_val']:,} validation images"
+        for identity in (images, data.identity)
     )
     return [
         (

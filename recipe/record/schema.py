@@ -195,7 +195,7 @@ class Phases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank(Phases):
+class RankUsage(Phases):
     """What one rank used, and its phases."""
 
     rank: Whole
@@ -266,7 +266,7 @@ class Summary:
     cpu_seconds_per_image: Positive | None
     peak_memory_bytes: Count  # of the rank that used most
     phases: Phases = Phases()  # of rank 0
-    ranks: list[Rank] = field(default_factory=list)
+    ranks: list[RankUsage] = field(default_factory=list)
     input: Input = Input()
     energy: Energy = Energy()
     suspect_images: SuspectImages | None = None

@@ -16,7 +16,7 @@ from recipe.settings.flags import FLAG_NAMES, Config
 LAUNCHER = "the launcher sets it (docs/launching.md)"
 
 
-class Other(NamedTuple):
+class Advice(NamedTuple):
     """What replaces a flag of another trainer: `words` with placeholders, such as `{value}` for the
     flag's value (`_values` has all of them), and `why`, an explanation."""
 
@@ -27,57 +27,57 @@ class Other(NamedTuple):
 
 # Keys are flags, or a flag and its value where the value matters.
 OTHERS_FLAGS = {
-    "--amp": Other("--precision fp16", "or bf16, which needs no loss scaling", takes_value=False),
-    "--augmix-severity": Other(why="torchvision's default is used"),
-    "--b": Other("--batch-size {value}"),
-    "--backend": Other(why="libjpeg-turbo always decodes, and transforms work on tensors"),
-    "--cache-dataset": Other(why="listings are always cached, in --cache-dir", takes_value=False),
-    "--checkpoint-format": Other(why="checkpoints are in the run folder, --log-dir/--name"),
-    "--data-dir": Other("--data {value}"),
-    "--data-path": Other("--data {value}"),
-    "--device": Other(why="GPUs are used if there are any"),
-    "--device cpu": Other("--no-cuda"),
-    "--dist-backend": Other("--transport {value}"),
-    "--dist-url": Other(why=LAUNCHER),
-    "--dummy": Other("--data synthetic", takes_value=False),
-    "--gpu": Other(why="each rank takes the GPU with its local rank"),
-    "--local-rank": Other(
+    "--amp": Advice("--precision fp16", "or bf16, which needs no loss scaling", takes_value=False),
+    "--augmix-severity": Advice(why="torchvision's default is used"),
+    "--b": Advice("--batch-size {value}"),
+    "--backend": Advice(why="libjpeg-turbo always decodes, and transforms work on tensors"),
+    "--cache-dataset": Advice(why="listings are always cached, in --cache-dir", takes_value=False),
+    "--checkpoint-format": Advice(why="checkpoints are in the run folder, --log-dir/--name"),
+    "--data-dir": Advice("--data {value}"),
+    "--data-path": Advice("--data {value}"),
+    "--device": Advice(why="GPUs are used if there are any"),
+    "--device cpu": Advice("--no-cuda"),
+    "--dist-backend": Advice("--transport {value}"),
+    "--dist-url": Advice(why=LAUNCHER),
+    "--dummy": Advice("--data synthetic", takes_value=False),
+    "--gpu": Advice(why="each rank takes the GPU with its local rank"),
+    "--local-rank": Advice(
         why="start with torchrun, not python -m torch.distributed.launch, which adds this flag"
     ),
-    "--lr": Other(
+    "--lr": Advice(
         "--base-lr {per_worker}",
         "the rate of one worker: --lr / {world_size} here, on 8 workers --base-lr {per_8} (if the "
         "script multiplied --lr by batch / 256, as Apex's examples do: --base-lr {per_256})",
     ),
-    "--lr-step-size": Other("--lr-step-epochs {multiples}"),
-    "--lr-warmup-decay": Other(why="--lr-warmup-method linear starts at 0.01 of the rate"),
-    "--multiprocessing-distributed": Other(
+    "--lr-step-size": Advice("--lr-step-epochs {multiples}"),
+    "--lr-warmup-decay": Advice(why="--lr-warmup-method linear starts at 0.01 of the rate"),
+    "--multiprocessing-distributed": Advice(
         why=f"{LAUNCHER}; -b and -j are per worker here: divide a node's numbers by its GPUs",
         takes_value=False,
     ),
-    "--no-accel": Other("--no-cuda", takes_value=False),
-    "--opt": Other("--optimizer {value}"),
-    "--opt sgd_nesterov": Other("--optimizer sgd --nesterov"),
-    "--output-dir": Other("--log-dir {value}"),
-    "--print-freq": Other("--log-interval {value}"),
-    "-p": Other("--log-interval {value}"),
-    "--ra-magnitude": Other(why="--auto-augment rand-m9 sets it, with timm's RandAugment"),
-    "--ra-sampler": Other(
+    "--no-accel": Advice("--no-cuda", takes_value=False),
+    "--opt": Advice("--optimizer {value}"),
+    "--opt sgd_nesterov": Advice("--optimizer sgd --nesterov"),
+    "--output-dir": Advice("--log-dir {value}"),
+    "--print-freq": Advice("--log-interval {value}"),
+    "-p": Advice("--log-interval {value}"),
+    "--ra-magnitude": Advice(why="--auto-augment rand-m9 sets it, with timm's RandAugment"),
+    "--ra-sampler": Advice(
         "{repeats}", "--augment-repeats or --ra-reps gives the repeats", takes_value=False
     ),
-    "--rank": Other(why=LAUNCHER),
-    "--start-epoch": Other(why="--resume goes on where the checkpoint was saved"),
-    "--sync-bn": Other("--batch-norm sync", takes_value=False),
-    "--transformer-embedding-decay": Other(why="embeddings decay by --wd"),
-    "--use-deterministic-algorithms": Other("--deterministic", takes_value=False),
-    "--use-v2": Other(why="torchvision's v2 transforms are always used", takes_value=False),
-    "--world-size": Other(why=LAUNCHER),
+    "--rank": Advice(why=LAUNCHER),
+    "--start-epoch": Advice(why="--resume goes on where the checkpoint was saved"),
+    "--sync-bn": Advice("--batch-norm sync", takes_value=False),
+    "--transformer-embedding-decay": Advice(why="embeddings decay by --wd"),
+    "--use-deterministic-algorithms": Advice("--deterministic", takes_value=False),
+    "--use-v2": Advice(why="torchvision's v2 transforms are always used", takes_value=False),
+    "--world-size": Advice(why=LAUNCHER),
 }
 OTHERS_FLAGS["--learning-rate"] = OTHERS_FLAGS["--lr"]
-APEX_RATE = Other(
+APEX_RATE = Advice(
     "--base-lr {per_256}", "Apex's examples multiply --lr by batch / 256; this is one worker's rate"
 )
-UNKNOWN = Other(why="there is no such flag; --help lists all")
+UNKNOWN = Advice(why="there is no such flag; --help lists all")
 DISTRIBUTED = {"--multiprocessing-distributed", "--world-size", "--local-rank", "--dist-url"}
 # Flags whose numbers are for a whole node in pytorch/examples with --multiprocessing-distributed.
 OF_A_NODE = {"-b", "--batch-size", "-j", "--workers"}
@@ -110,28 +110,28 @@ def in_our_words(
             continue
         name, equals, value = strange.pop(0).partition("=")
         flag = _flag(name)
-        other = OTHERS_FLAGS.get(flag) or _nearest(flag)
-        # The word after an unknown flag may be its value, or the folder of the images.
-        is_open = other is UNKNOWN and left and (len(left) == 1 or "/" in left[0])
+        advice = OTHERS_FLAGS.get(flag) or _nearest(flag)
+        # The word after an unknown flag may be its value or the folder of the images.
+        is_open = advice is UNKNOWN and left and (len(left) == 1 or "/" in left[0])
         if not flag.startswith("-"):
-            value, other = word, _alone(word, corrected)
-        elif other.takes_value and not equals and not is_open and left[:1] == strange[:1] != []:
+            value, advice = word, _alone(word, corrected)
+        elif advice.takes_value and not equals and not is_open and left[:1] == strange[:1] != []:
             value = "" if left[0].startswith("--") else left.pop(0)
             del strange[: bool(value)]
-        other = OTHERS_FLAGS.get(f"{flag} {value}", other)
+        advice = OTHERS_FLAGS.get(f"{flag} {value}", advice)
         if flag == "--lr" and "--opt-level" in words:
-            other = APEX_RATE
+            advice = APEX_RATE
         values = _values(value, config, world_size)
-        replaced = other.words.partition(" ")[0]
-        if replaced and replaced in corrected:  # if a flag is given twice, the last one counts
-            place = corrected.index(replaced)
-            del corrected[place : place + 1 + FLAG_NAMES[replaced]]
-        instead = other.words.format(**values)
+        our_flag = advice.words.partition(" ")[0]
+        if our_flag and our_flag in corrected:  # if a flag is given twice, the last one counts
+            place = corrected.index(our_flag)
+            del corrected[place : place + 1 + FLAG_NAMES[our_flag]]
+        instead = advice.words.format(**values)
         corrected += shlex.split(instead)
-        advice = f"write {instead}" if instead else "leave it out"
-        reason = f"; {other.why.format(**values)}" if other.why else ""
+        remedy = f"write {instead}" if instead else "leave it out"
+        reason = f"; {advice.why.format(**values)}" if advice.why else ""
         shown = word if equals or word == value else f"{word} {value}".strip()
-        lines.append(f"{shown}: {advice}{reason}")
+        lines.append(f"{shown}: {remedy}{reason}")
     return corrected, lines
 
 
@@ -162,21 +162,21 @@ def _values(value: str, config: Config, world_size: int) -> dict[str, str]:
     }
 
 
-def _nearest(flag: str) -> Other:
+def _nearest(flag: str) -> Advice:
     """Return the flag of this project that `flag` almost certainly misspells, else UNKNOWN."""
     for name in difflib.get_close_matches(flag, FLAG_NAMES, n=1, cutoff=NEARLY_CERTAIN):
         takes_value = FLAG_NAMES[name]
-        return Other(f"{name} {{value}}" if takes_value else name, takes_value=takes_value)
+        return Advice(f"{name} {{value}}" if takes_value else name, takes_value=takes_value)
     return UNKNOWN
 
 
-def _alone(word: str, before: list[str]) -> Other:
+def _alone(word: str, before: list[str]) -> Advice:
     """Return advice on a word that belongs to no flag: a value after a switch, which takes none, or
     the folder of the images."""
     switch = before[-1] if before else ""
     if word.lower() in ("true", "false") and FLAG_NAMES.get(switch) is False:
         if word.lower() == "false":
             before[-1] = switch.replace("--", "--no-", 1)
-        return Other(why=f"{switch} takes no value, and --no-{switch[2:]} turns it off")
+        return Advice(why=f"{switch} takes no value, and --no-{switch[2:]} turns it off")
     is_folder = not {"--data", "--train-dir"} & set(before)
-    return Other("--data {value}" if is_folder else "", "it belongs to no flag")
+    return Advice("--data {value}" if is_folder else "", "it belongs to no flag")

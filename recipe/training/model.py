@@ -263,8 +263,9 @@ def last_layer(model: nn.Module, config: Config, num_classes: int) -> set[str]:
     """Return the names of the weights whose shape depends on the number of classes; UserError if
     there are none. A few networks have two such layers."""
     with torch.device("meta"):
-        other = _new_network(config, num_classes + 1).state_dict()
-    names = {name for name, w in model.state_dict().items() if w.shape != other[name].shape}
+        with_one_more = _new_network(config, num_classes + 1).state_dict()
+    weights = model.state_dict().items()
+    names = {name for name, weight in weights if weight.shape != with_one_more[name].shape}
     if not names:
         raise UserError(
             f"--new-head: no layer of --arch {config.arch} has a row for each class; leave it out"
