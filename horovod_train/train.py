@@ -25,13 +25,14 @@ import torch
 from torch import nn
 
 from horovod_train.engine import COMPRESSION, check_transport, hvd, prepare, waiting_asleep
-from recipe.data.batches import open_data
+from recipe.data.batches import BatchReader, open_data
 from recipe.data.loading import to_device
 from recipe.device import choose_device
 from recipe.ranks import Ranks
 from recipe.record.probes import StepProfiler, write_trace
 from recipe.record.checkpoint import load_weights
-from recipe.session import Session
+from recipe.record.fingerprint import check_same_training, comparison_keys
+from recipe.session import Session, share_host
 from recipe.training.batch_norm import replace_batch_norm
 from recipe.training.metrics import batch_sums
 from recipe.training.model import autocast, build_criterion, build_ema, build_model, build_optimizer
@@ -61,7 +62,9 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         return hvd.broadcast(values, root_rank=0, name="from_rank_0")
 
     ranks = Ranks(world, sum_over_ranks, from_rank_0)
-    session = Session(ENGINE, config, ranks, data, device)
+    check_same_training(comparison_keys(ENGINE, config, data, device), device, ranks)
+    share = share_host(config, device, ranks)
+    reader = BatchReader(config, data, world, device, share.workers)
 
     # -- The model, and what trains it -------------------------------------------------------------
     model = build_model(config, data.num_classes, download=world.is_first)
@@ -98,59 +101,59 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     ema = build_ema(model, config)
     criterion = build_criterion(config)
     parts = Trainables(model, optimizer, scaler, ema, fp16_model)
-    session.resume(config, parts, lr_scale)
+    session = Session(ENGINE, config, ranks, reader, share, parts, lr_scale)
     session.open_record(transport)
     folder, progress, meter = session.folder, session.progress, session.meter
     timeline = ENGINE, hvd.start_timeline, hvd.stop_timeline
     profiler = StepProfiler(config, world, folder, progress.step, fp16_model, timeline)
 
     # -- Training ----------------------------------------------------------------------------------
-    goes_on = session.begin_training(parts)
-    network.train()
-    while goes_on:
-        seed_step(config, progress.step, world.rank)
-        rate = learning_rate(config, progress.samples_seen / data.num_train, lr_scale)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+    with session.training():
+        network.train()
+        while session.goes_on:
+            seed_step(config, progress.step, world.rank)
+            rate = learning_rate(config, progress.samples_seen / data.num_train, lr_scale)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
 
-        # Each lap ends a phase of the step: data, forward, backward, optimizer.
-        exchange = hooks.exchanges()
-        sums = torch.zeros(4, dtype=torch.float64, device=device)
-        passes = config.batches_per_allreduce if exchange else sys.maxsize
-        optimizer.set_backward_passes_per_step(passes)
-        for _ in range(config.batches_per_allreduce):
-            heartbeat()
-            images, targets = to_device(next(session.batches), config, device)
-            meter.lap("data")
-            # Gradients add up on each rank; the optimizer counts backward passes before it sends.
-            with autocast(config, device):
-                outputs = network(images)
-                loss = criterion(outputs, targets)
-            sums += batch_sums(outputs, targets, loss)
-            meter.lap("forward")
-            scaler.scale(loss / config.batches_per_allreduce).backward()
-            meter.lap("backward")
+            # Each lap ends a phase of the step: data, forward, backward, optimizer.
+            exchange = hooks.exchanges()
+            sums = torch.zeros(4, dtype=torch.float64, device=device)
+            passes = config.batches_per_allreduce if exchange else sys.maxsize
+            optimizer.set_backward_passes_per_step(passes)
+            for _ in range(config.batches_per_allreduce):
+                heartbeat()
+                images, targets = to_device(next(reader.batches), config, device)
+                meter.lap("data")
+                # Gradients add up on each rank; the optimizer counts passes before it sends.
+                with autocast(config, device):
+                    outputs = network(images)
+                    loss = criterion(outputs, targets)
+                sums += batch_sums(outputs, targets, loss)
+                meter.lap("forward")
+                scaler.scale(loss / config.batches_per_allreduce).backward()
+                meter.lap("backward")
 
-        if config.use_adasum:
-            optimizer.step()  # steps locally, then combines the ranks' updates
-        elif exchange:
-            optimizer.synchronize()  # before the averages are unscaled and clipped
-            meter.lap("backward")
-            unscale_and_clip(parts, config.clip_grad_norm)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-            scaler.update()
-            round_weights(fp16_model, model)
-        write_trace(config, world, folder, progress.step + 1, model, loss)
-        network.zero_grad()
-        update_ema(ema, model, config, progress.step + 1)
-        meter.lap("optimizer")
+            if config.use_adasum:
+                optimizer.step()  # steps locally, then combines the ranks' updates
+            elif exchange:
+                optimizer.synchronize()  # before the averages are unscaled and clipped
+                meter.lap("backward")
+                unscale_and_clip(parts, config.clip_grad_norm)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+                round_weights(fp16_model, model)
+            write_trace(config, world, folder, progress.step + 1, model, loss)
+            network.zero_grad()
+            update_ema(ema, model, config, progress.step + 1)
+            meter.lap("optimizer")
 
-        # The step is done. What follows: signals, record, checks, checkpoint, evaluation.
-        profiler.end_step(progress.step + 1)
-        goes_on = session.end_step(parts, sums, rate)
-        hooks.step_ended(session, model)
-        meter.restart()
+            # The step is done. What follows: signals, record, checks, checkpoint, evaluation.
+            profiler.end_step(progress.step + 1)
+            session.end_step(sums, rate)
+            hooks.step_ended(session, model)
+            meter.restart()
 
     profiler.close(session.recorder.say)
     exit_code = session.end()

@@ -41,7 +41,6 @@ FAILING = threading.Event()
 # An environment variable: set for a rank whose watcher (recipe/rank_forker.py) replaces it when
 # another rank is lost.
 OWN_RANK = "TRAINED_UNDER_WATCH"
-keep_state: Callable[[], object] | None = None  # if set, such a rank calls this after a loss
 # A signal asked the run to end, and it has saved a checkpoint: EX_TEMPFAIL of sysexits.h, after
 # which a caller may start it again.
 EXIT_SAVED = 75
@@ -304,9 +303,6 @@ def one_message(world: World) -> Iterator[None]:
         is_lost = not reason and is_lost_peer(error)
         if is_lost:
             marks.is_leaving = True
-            with suppress(Exception):  # if it fails, the last checkpoint counts
-                if keep_state:
-                    keep_state()
             if OWN_RANK in os.environ and marks.has_made_step and world.local_size < world.size:
                 leave(EXIT_LOST_PEER)  # the lost rank's watcher may be lost with its host
             _wait(LOST_PEER_DELAY_S)

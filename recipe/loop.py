@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from recipe import meeting
-from recipe.data.batches import Data, open_data
+from recipe.data.batches import BatchReader, Data, open_data
 from recipe.data.loading import to_device
 from recipe.device import choose_device
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import load_weights
 from recipe.record.energy import EnergyMeter
+from recipe.record.fingerprint import check_same_training, comparison_keys
 from recipe.record.schema import RungFigures
-from recipe.session import Session
+from recipe.session import Session, share_host
 from recipe.settings.config import Config
 from recipe.settings.flags import spelled
 from recipe.start import Hooks
@@ -186,12 +187,13 @@ class Rung(Trainables):
         )
 
 
-def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
-    """Load data and model, resume from an earlier run, and open the record. Return the session, and
-    the factor of one worker's learning rate."""
+def _begin(rung: Rung, hooks: Hooks) -> Session:
+    """Load data and model, resume from an earlier run, and open the record."""
     config, world, device = rung.config, rung.world, rung.device
     data = rung.data = open_data(config, hooks.epoch_images)
-    session = Session(rung.name, config, rung.ranks, data, device, rung.readers)
+    check_same_training(comparison_keys(rung.name, config, data, device), device, rung.ranks)
+    share = share_host(config, device, rung.ranks)
+    reader = BatchReader(config, data, rung.readers or world, device, share.workers)
     model = build_model(config, data.num_classes, download=world.is_first)
     if world.is_first:
         load_weights(model, config, data)
@@ -203,26 +205,26 @@ def _begin(rung: Rung, hooks: Hooks) -> tuple[Session, int]:
     rung.optimizer, rung.scaler = build_optimizer(fp16_model, config), build_scaler(config, device)
     train_masters(rung.optimizer, fp16_model, model, rung.ranks)
     rung.criterion, rung.ema = build_criterion(config), build_ema(model, config)
-    lr_scale = config.batches_per_allreduce * session.readers.size
-    session.resume(config, rung, lr_scale)
+    lr_scale = config.batches_per_allreduce * reader.world.size
+    session = Session(rung.name, config, rung.ranks, reader, share, rung, lr_scale)
     rung.progress = session.progress
     rung.distribute()
     session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
     session.open_record(rung.transport or meeting.transport_of(device))
-    return session, lr_scale
+    return session
 
 
-def _step(rung: Rung, session: Session, lr_scale: int, exchange: bool) -> tuple[Sums, float]:
+def _step(rung: Rung, session: Session, exchange: bool) -> tuple[Sums, float]:
     """Make one step; return its metrics on this rank, and its learning rate."""
-    config, progress, meter = rung.config, rung.progress, session.meter
-    seed_step(config, progress.step, session.readers.rank)
-    rate = learning_rate(config, progress.samples_seen / rung.data.num_train, lr_scale)
+    config, progress, meter, reader = rung.config, rung.progress, session.meter, session.reader
+    seed_step(config, progress.step, reader.world.rank)
+    rate = learning_rate(config, progress.samples_seen / rung.data.num_train, session.lr_scale)
     for group in rung.optimizer.param_groups:
         group["lr"] = rate
     sums = torch.zeros(4, dtype=torch.float64, device=rung.device)
     for batch_number in range(1, config.batches_per_allreduce + 1):
         heartbeat()
-        images, targets = to_device(next(session.batches), config, rung.device)
+        images, targets = to_device(next(reader.batches), config, rung.device)
         meter.lap("data")
         sync_gradients = exchange and batch_number == config.batches_per_allreduce
         sums += rung.forward_backward(images, targets, sync_gradients, meter.lap)
@@ -238,14 +240,14 @@ def _step(rung: Rung, session: Session, lr_scale: int, exchange: bool) -> tuple[
 def train(rung: Rung, hooks: Hooks) -> int:
     """Train, or only evaluate, as the rung's settings say; write the run folder, and return the
     exit code. Every rank that trains calls this."""
-    session, lr_scale = _begin(rung, hooks)
-    goes_on = session.begin_training(rung)
-    rung.network.train()
-    while goes_on:
-        sums, rate = _step(rung, session, lr_scale, hooks.exchanges())
-        goes_on = session.end_step(rung, sums, rate)
-        hooks.step_ended(session)
-        session.meter.restart()
+    session = _begin(rung, hooks)
+    with session.training():
+        rung.network.train()
+        while session.goes_on:
+            sums, rate = _step(rung, session, hooks.exchanges())
+            session.end_step(sums, rate)
+            hooks.step_ended(session)
+            session.meter.restart()
 
     measured = rung.measured()
     code = session.end(measured)

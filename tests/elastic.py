@@ -36,8 +36,9 @@ def audit(kind):
     def read(self, batch):
         if isinstance(self.transform, TrainTransform):
             own = sessions[0]
-            start = own.first_step, own.world.size
-            rank, pid, (_, keys) = own.world.rank, os.getpid(), batch
+            world = own.ranks.world
+            start = own.reader.first_step, world.size
+            rank, pid, (_, keys) = world.rank, os.getpid(), batch
             line = [own.progress.step + 1, time.time(), start, rank, pid, keys]
             with open("{folder}/audit-%d.jsonl" % os.getpid(), "a") as file:
                 file.write(json.dumps(line) + chr(10))

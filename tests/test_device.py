@@ -17,7 +17,6 @@ import torch
 from making import CPU, a_config, a_world, in_ranks
 
 from recipe import device, session
-from recipe.data.batches import Data
 from recipe.device import (
     MAX_DEFAULT_WORKERS,
     choose_device,
@@ -324,20 +323,12 @@ def test_loader_workers(workers: int | None, kind: str, threads: int, expected: 
     assert loader_workers(a_config(workers=workers), torch.device(kind), threads) == expected
 
 
-def test_a_session_has_workers_by_its_cores_and_says_what_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_has_workers_by_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by its threads, of which a rank with a GPU may have one."""
-    asked = []
-    for name in ("check_same_training", "comparison_keys"):
-        monkeypatch.setattr(session, name, lambda *_: None)
-    monkeypatch.setattr(session.Session, "_read_on", lambda self: None)
     monkeypatch.setattr(session, "share_of_cores", lambda *_: 4)
-    monkeypatch.setattr(session, "loader_workers", lambda *words: asked.append(words[-1]) or 0)
-    listing = mock.Mock(root="val", left_out="left out: 1 file(s)")
-    data = Data(None, listing, 100, 8, 10)
-    session.Session("ddp", a_config(threads=1), Ranks(a_world()), data, torch.device("cuda", 0))
-    assert asked == [4] and capsys.readouterr().out == "val: left out: 1 file(s)\n"
+    cuda = torch.device("cuda", 0)
+    share = session.share_host(a_config(threads=1, cuda=True), cuda, Ranks(a_world()))
+    assert (share.threads, share.workers) == (1, 4)
 
 
 def test_peak_memory_is_in_bytes() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -19,13 +20,13 @@ from making import CPU, TinyNet, a_config, a_world
 from records import a_summary, an_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipe import errors, watch
 from recipe import session as sessions
-from recipe.data.batches import Data
-from recipe.data.loading import InputMeter
+from recipe import watch
+from recipe.data.batches import BatchReader, Data
 from recipe.data.order import samples_per_step
-from recipe.errors import EXIT_SAVED, UserError
+from recipe.errors import EXIT_SAVED, LostPeer, UserError
 from recipe.files import partial_name
+from recipe.marks import Marks
 from recipe.ranks import Ranks
 from recipe.record import checkpoint
 from recipe.record import console as console_module
@@ -35,10 +36,10 @@ from recipe.record.console import LINE_S
 from recipe.record.kept_state import KeptState
 from recipe.record.meter import StepMeter
 from recipe.record.probes import StepProfiler, write_trace
-from recipe.record.recorder import Recorder, Silence
+from recipe.record.recorder import Recorder
 from recipe.record.resume import steps_left_out, take_over
 from recipe.record.schema import WARM_UP_STEPS
-from recipe.session import LOOK_SECONDS, Session
+from recipe.session import LOOK_SECONDS, HostShare, Session
 from recipe.settings.config import Config
 from recipe.training.metrics import Evaluation
 from recipe.training.model import build_optimizer, build_scaler
@@ -71,25 +72,23 @@ class Training(Session):
         progress: Progress | None = None,
         config: Config = CONFIG,
         world: World | None = None,
+        parts: Trainables | None = None,
+        kept_state: KeptState | None = None,
     ) -> None:
         self.clock, self.progress, self.config = clock, replace(progress or Progress()), config
-        self.world = self.readers = world or a_world()
-        self.ranks = Ranks(self.world)
-        self.keeps_checkpoints, self.lacks_evaluation, self.left_out = True, False, []
-        self.is_complete, self.kept_state = False, None
-        self.train_input, self.val_input = InputMeter(), InputMeter()
-        if self.world.is_first:
+        world = world or a_world()
+        self.ranks, self.folder, self.kept_state = Ranks(world), folder, kept_state
+        self.parts = parts or Trainables(*[mock.Mock()] * 4)
+        self.share, self.environment, self.lr_scale = HostShare(1, 0, ()), ENVIRONMENT, 1.0
+        self.is_complete = self.is_stopped = self.lacks_evaluation = False
+        self.reader = BatchReader(config, DATA, world, CPU, workers=0)
+        self.reader.begin(self.progress.step, self.progress.samples_seen)
+        if world.is_first:
             take_over(folder, config, self.progress)
-        self.folder, self.data, self.first_step, self.last_step = (
-            folder,
-            DATA,
-            self.progress.step,
-            15,
-        )
-        kind: Any = Recorder if self.world.is_first else Silence
-        self.recorder = kind(config, self.world, DATA, folder, self.progress, ENVIRONMENT)
-        self.meter = StepMeter(config, self.world, CPU, DATA, self.progress)
-        self.begin_training(Trainables(*[None] * 4))  # type: ignore[arg-type]
+        self._open_record()
+        self.meter = StepMeter(config, world, CPU, DATA, self.progress)
+        self.begun = self.training()
+        self.begun.__enter__()
 
     def steps(
         self, count: int, loss: float = 2.0, seconds: float = 0.5, write: bool = True
@@ -102,7 +101,7 @@ class Training(Session):
             epoch = self.progress.samples_seen // NUM_TRAIN
             # A loss that is another in each step, so that a lost or repeated one would show.
             sums = torch.tensor([loss + self.progress.step + 1, 0.25, 0.5, 1.0]).double()
-            sums *= samples_per_step(self.config, self.world, epoch)
+            sums *= samples_per_step(self.config, self.ranks.world, epoch)
             epoch_ended = self.count_step(sums, 0.1, skipped_steps=0)
             if write:
                 self.write_steps(now=True)
@@ -113,7 +112,7 @@ class Training(Session):
     def evaluate(self, epoch: int) -> None:
         self.clock.now += 2.0
         self.progress.total_seconds = self.meter.total_seconds
-        is_repeated = self.progress.step == self.first_step
+        is_repeated = self.progress.step == self.reader.first_step
         self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)], is_repeated)
         self.meter.restart()
 
@@ -229,6 +228,14 @@ def test_a_whole_run(
     ]
 
 
+def test_what_a_folder_holds_besides_images_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = replace(DATA, val=mock.Mock(root="val", left_out="left out: 1 file(s)"))
+    Recorder(CONFIG, a_world(), data, tmp_path, Progress(), ENVIRONMENT)
+    assert "\nval: left out: 1 file(s)\n" in capsys.readouterr().out
+
+
 def test_a_gpu_s_steps_are_written_an_interval_later(
     tmp_path: Path, clock: SimpleNamespace
 ) -> None:
@@ -305,10 +312,9 @@ def test_an_evaluation_that_is_not_finite(
     broken = [Evaluation("model", torch.tensor([math.nan, 0.0, 0.0, 8.0]), 1.0)]
     monkeypatch.setattr(sessions, "validate", lambda *_: broken)
     session = Training(tmp_path, clock, Progress(step), replace(CONFIG, evaluate=evaluate))
-    session.device, session.workers = CPU, 0
     words = f"the loss is nan in the validation after step {step}: .*{remedy}"
     with pytest.raises(UserError, match=words):
-        session.validate(Trainables(*[None] * 4))  # type: ignore[arg-type]
+        session.validate()
     last = lines(tmp_path)[-1]
     assert (last["name"], last["step"]) == ("diverged", step), "a resume takes the one before"
 
@@ -322,12 +328,11 @@ def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
     session = Training(tmp_path, clock, config=replace(CONFIG, rollback=1))
     session.steps(3)
     session.steps(1, loss=math.nan, write=False)
-    session.stop, session.count_step = 99, lambda *_: True  # type: ignore[method-assign]
+    session.count_step = lambda *_: True  # type: ignore[method-assign]
     session.poll_stop_and_save = lambda: (False, True)  # type: ignore[method-assign]
     monkeypatch.setattr(sessions, "go_back", mock.Mock(side_effect=Lost))
-    parts = Trainables(*[mock.Mock()] * 4)
     with pytest.raises(Lost):
-        session.end_step(parts, torch.zeros(4), 0.1)
+        session.end_step(torch.zeros(4), 0.1)
     last = lines(tmp_path)[-1]
     assert (last["name"], last["step"]) == ("diverged", 4)
 
@@ -335,27 +340,26 @@ def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
 @pytest.fixture
 def surviving(
     tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Training, Trainables]]:
+) -> Iterator[Training]:
     """A session whose rank keeps its state when another rank is lost; after three steps."""
-    monkeypatch.setattr(sessions, "training_batches", lambda *_: iter(()))
-    session, model = Training(tmp_path / "run", clock, config=replace(AUTO, rollback=1)), TinyNet()
-    session.device, session.workers = CPU, 0
-    session.environment, session.lr_scale = ENVIRONMENT, 1.0
+    monkeypatch.setattr(sessions, "FAILING", threading.Event())
+    monkeypatch.setattr(sessions, "marks", Marks())
+    model, config = TinyNet(), replace(AUTO, rollback=1)
     parts = Trainables(model, build_optimizer(model, CONFIG), build_scaler(CONFIG, CPU), None)
     with (tmp_path / "state").open("w+b") as state, (tmp_path / "notes").open("w+b") as notes:
-        session.kept_state = KeptState(model, (state.fileno(), notes.fileno()))
-        session._survive_losses(session.kept_state, parts)
+        kept_state = KeptState(model, (state.fileno(), notes.fileno()))
+        run = tmp_path / "run"
+        session = Training(run, clock, config=config, parts=parts, kept_state=kept_state)
         session.steps(3)
-        yield session, parts
-    errors.keep_state = None
+        yield session
 
 
 def test_a_rollback_notes_the_statistics_of_the_step_gone_back_to(
-    surviving: tuple[Training, Trainables], monkeypatch: pytest.MonkeyPatch
+    surviving: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank may be lost in the next step, when its forward pass has changed them."""
-    session, parts = surviving
-    buffers = [*parts.model.buffers()]
+    session = surviving
+    buffers = [*session.parts.model.buffers()]
 
     def go_back(*_: Any) -> Progress:
         for buffer in buffers:
@@ -366,8 +370,8 @@ def test_a_rollback_notes_the_statistics_of_the_step_gone_back_to(
     session.steps(1, loss=math.nan, write=False)
     bad = session.write_steps(now=True)
     assert bad is not None
-    session.roll_back(parts, bad)
-    assert session.left_out == [(12, 4)] and session.last_step == 14
+    session.roll_back(bad)
+    assert session.reader.left_out == [(12, 4)] and session.reader.last_step == 14
     for buffer in buffers:
         buffer.fill_(7)  # the next step's forward pass
     assert session.kept_state is not None
@@ -376,16 +380,30 @@ def test_a_rollback_notes_the_statistics_of_the_step_gone_back_to(
 
 
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
-def test_a_state_that_is_not_finite_is_not_kept(
-    value: float, surviving: tuple[Training, Trainables]
-) -> None:
+def test_a_state_that_is_not_finite_is_not_kept(value: float, surviving: Training) -> None:
     """Its loss is not recorded yet: the ranks resume from a checkpoint, and --rollback acts."""
-    session, parts = surviving
     with torch.no_grad():
-        next(parts.model.parameters()).view(-1)[-1] = value
-    assert errors.keep_state is not None and session.kept_state is not None
-    errors.keep_state()
-    assert session.kept_state.step == (3 if math.isfinite(value) else 0)
+        next(surviving.parts.model.parameters()).view(-1)[-1] = value
+    assert kept_after(LostPeer(), surviving) == (3 if math.isfinite(value) else 0)
+
+
+def kept_after(error: Exception, session: Training) -> int:
+    """The step of the state that is kept when training ends with this error; 0 for none."""
+    assert not session.begun.__exit__(type(error), error, None), "it goes on"
+    assert session.kept_state is not None
+    return int(session.kept_state.step)
+
+
+def test_a_state_is_kept_when_another_rank_is_lost_and_only_then(surviving: Training) -> None:
+    assert kept_after(UserError("the disk is full"), surviving) == 0
+    assert not sessions.marks.is_leaving
+
+
+def test_no_state_is_kept_while_a_step_is_recorded(surviving: Training) -> None:
+    """Other ranks may have its checkpoint already."""
+    surviving.is_resumable = False
+    assert kept_after(RuntimeError("Connection reset by peer"), surviving) == 0
+    assert sessions.marks.is_leaving, "the watcher leaves it time to end"
 
 
 def test_what_is_left_out_stays_in_the_record_when_a_run_goes_further_back(
@@ -454,20 +472,20 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
     def look(signalled: int | None = None) -> list[tuple[bool, bool]]:
         own: list[torch.Tensor] = []
         for rank in ranks:
-            is_asked = rank.world.rank == signalled
+            is_asked = rank.ranks.world.rank == signalled
             monkeypatch.setattr(sessions, "is_asked_to_end", lambda it=is_asked: it)
             before = rank.next_look
-            rank.ranks = Ranks(rank.world, lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
+            rank.ranks = Ranks(rank.ranks.world, lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
             rank.poll_stop_and_save()
             rank.next_look = before
-            rank.ranks = Ranks(rank.world, lambda _: torch.stack(own).sum(0))
+            rank.ranks = Ranks(rank.ranks.world, lambda _: torch.stack(own).sum(0))
         return [rank.poll_stop_and_save() for rank in ranks]
 
     assert look() == [(False, False)] * 2
     assert [rank.next_look for rank in ranks] == [4 + LOOK_SECONDS / 0.125] * 2
     assert ranks[0].poll_stop_and_save() == (False, False)
     for rank in ranks:
-        rank.next_look, rank.stopped = 0, True
+        rank.next_look, rank.is_stopped = 0, True
         rank.saved_at -= 60 * CONFIG.checkpoint_minutes * (asked == "the time")
     if asked == "the stop file":
         (tmp_path / "stop").touch()
@@ -476,7 +494,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
         return
     by_file = asked == "the stop file"
     for rank in ranks:
-        rank.ranks = Ranks(rank.world, lambda values: values + by_file)
+        rank.ranks = Ranks(rank.ranks.world, lambda values: values + by_file)
     codes = [rank.end() for rank in ranks]
     assert codes == [0 if by_file else EXIT_SAVED] * 2
     assert capsys.readouterr().out.count("stopped after step 4, as") == 1

@@ -70,7 +70,7 @@ REASONS = {
         "range(",
         "# Gradients add up",
         "is_last =",
-        "sync_gradients =",
+        "syncs =",
         "with autocast(",
     ),
     "order of the scaler's step": (

@@ -256,7 +256,7 @@ def test_a_rank_that_its_watcher_asks_ends_when_a_batch_begins(
     ("function", "announced", "slow"),
     [
         (Session.roll_back, "expect_delay()", "finish_checkpoint()"),
-        (Session.end_step, "expect_pause()", "parts.unsharded()"),
+        (Session.end_step, "expect_pause()", "self.parts.unsharded()"),
         (Session.end_step, "expect_pause()", "self.keep_checkpoint("),
         # So that other ranks wait for a slow disk here, and not several batches later.
         (Session.keep_checkpoint, "finish_checkpoint()", "align_batch_norm("),

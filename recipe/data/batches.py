@@ -26,7 +26,14 @@ from recipe.data.loading import (
     load_batches,
     to_device,
 )
-from recipe.data.order import SampleStream, Spans, batch_places, permutation
+from recipe.data.order import (
+    SampleStream,
+    Spans,
+    batch_places,
+    next_step,
+    permutation,
+    training_end,
+)
 from recipe.data.shards import Shards, open_images
 from recipe.settings.config import Config
 from recipe.world import World
@@ -145,6 +152,48 @@ def training_batches(
         ready = (to_device(batch, config, device) for batch in ready)
         ready = mixed(ready, config, data.num_classes, keys)
     return ready
+
+
+class BatchReader:
+    """Reads this rank's training batches, from a place in the stream to the end of training.
+
+    `world` is this rank's place among the ranks that read different images: among all ranks, except
+    in a few rungs. The first batches are read while the network is built, unless only a checkpoint
+    says where training begins.
+    """
+
+    def __init__(
+        self, config: Config, data: Data, world: World, device: torch.device, workers: int
+    ) -> None:
+        self.config, self.data, self.world, self.device = config, data, world, device
+        self.workers, self.meter = workers, InputMeter()
+        self.left_out: list[tuple[int, int]] = []  # what --rollback leaves out, as in Spans
+        watch.begin("building the network")
+        if config.resume is None:
+            self.begin(step=0, position=0)
+
+    def next_step(self, position: int) -> int:
+        """Return where the next step begins, from `position` on, behind what is left out there."""
+        return next_step(self.config, self.world, self.data.num_train, position, self.left_out)
+
+    def begin(self, step: int, position: int) -> None:
+        """Read batches after `step`, from `position` on; loader workers start at once."""
+        self.batches: Iterator[Batch] = iter(())  # ends earlier workers, and frees shared memory
+        self.first_step = step
+        self.last_step, self.stop = training_end(
+            self.config, self.world, self.data.num_train, step, position, self.left_out
+        )
+        self.batches = training_batches(
+            self.data,
+            self.config,
+            self.world,
+            self.device,
+            self.workers,
+            position,
+            self.stop,
+            self.meter,
+            self.left_out,
+        )
 
 
 def mixed(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipe import watch
 from recipe.data.batches import Data, data_order_sha256
 from recipe.data.image_folder import Listing
 from recipe.device import core_ranges, cpu_quota_cores
@@ -178,6 +179,7 @@ def check_same_training(keys: dict[str, str], device: torch.device, ranks: Ranks
 
     The exchange is in the CPU's memory, so that it works if a rank has found no GPU.
     """
+    watch.begin("comparing settings and data with the other ranks'")
     is_cuda = device.type == "cuda"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if is_cuda else ""
     values = _digest(json.dumps(keys).encode()), gpu, ranks.world.host

@@ -128,7 +128,6 @@ class StepMeter:
         data: Data,
         progress: Progress,
         train_input: InputMeter | None = None,
-        val_input: InputMeter | None = None,
     ) -> None:
         self.config, self.data, self.progress = config, data, progress
         self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
@@ -142,7 +141,7 @@ class StepMeter:
         # steps, and the laps of these.
         self.coming: list[tuple[Sums, Any, list[tuple[Sums, float, int, int]], list[Laps]]] = []
         self.phases = PhaseSums()
-        self.train_input, self.val_input = train_input or InputMeter(), val_input or InputMeter()
+        self.train_input, self.val_input = train_input or InputMeter(), InputMeter()
         self.replaced: dict[int, str] = {}  # why images were bad, by index, on any rank
         self.energy = EnergyMeter([device], world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, without evaluations and checkpoints

@@ -205,6 +205,9 @@ class Recorder:
             f"{data.num_val:,} validation images of {data.num_classes} classes; "
             f"run folder {self.folder}"
         )
+        for listing in (data.train, data.val):
+            if listing is not None and listing.left_out:
+                self.say(f"{listing.root}: {listing.left_out}")
         if not config.evaluate:
             self.say(
                 f"preset {config.preset}: global batch {batch}{at_first}, "

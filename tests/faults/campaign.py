@@ -114,11 +114,11 @@ def update_ema(*words):
     os.path.exists("{folder}/hurry") or time.sleep(0.2)
 module.update_ema = update_ema
 """
-# Runs on each rank when it has imported recipe.session: their first exchange fails.
+# Runs on each rank when it has imported recipe.session: an exchange before training fails.
 CANNOT_EXCHANGE = """
-def init(*_):
+def share_host(*_):
     raise RuntimeError("ncclSystemError: No space left on device")
-module.Session.__init__ = init
+module.share_host = share_host
 """
 # The same, on one rank: it dies, once, after its last exchange.
 DIES_AT_END = """
