@@ -17,7 +17,7 @@ import torch
 from torch._utils import _unflatten_dense_tensors as in_shapes_of
 
 from recipe.loop import Rung
-from recipe.meeting import start_mpi
+from recipe.rendezvous import start_mpi
 from recipe.training.metrics import Sums
 
 

@@ -1,6 +1,6 @@
 """DDP over MPI: a backend for torch.distributed, built on mpi4py, since torch's wheels have none.
 
-Import it only after MPI has been prepared (`recipe.meeting.start_mpi`): mpi4py initialises MPI.
+Import it only after MPI has been prepared (`recipe.rendezvous.start_mpi`): mpi4py initialises MPI.
 """
 
 # torch's stubs have several signatures for each method, of which torch calls only one.

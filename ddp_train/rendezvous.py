@@ -1,4 +1,4 @@
-"""Where the ranks of a DDP run meet, under any launcher (the user never sets MASTER_ADDR), and
+"""The rendezvous of a DDP run's ranks, under any launcher (the user never sets MASTER_ADDR), and
 which backend of torch.distributed carries their messages, or why it cannot."""
 
 import os
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from recipe.errors import UserError
-from recipe.meeting import (
-    awaited,
+from recipe.rendezvous import (
+    awaiting,
     call_roll,
     keep_gloo_off_loopback,
     launcher_values,
-    meeting_by_environment,
     prepare_gloo,
+    rendezvous_by_environment,
     server_address,
     start_mpi,
     store_at,
@@ -42,7 +42,7 @@ MPI_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED
               "MPI_THREAD_MULTIPLE")  # fmt: skip
 
 
-def meeting_point(
+def rendezvous_arguments(
     world: World, backend: str = "gloo", timeout: timedelta = PATIENCE
 ) -> dict[str, Any]:
     """Return the arguments of `init_process_group` for the launcher that started this process.
@@ -52,19 +52,18 @@ def meeting_point(
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.size == 1 or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), **arguments}
-    meeting = world.started_by.meeting
-    if not meeting:
+    if not world.started_by.rendezvous:
         raise UserError(
             f"{world.started_by.shown} started this process and gives DDP no address to meet at: "
             "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi"
         )
     first_host = os.environ.get("MASTER_ADDR", "")
-    if meeting == "environment":
-        arguments = meeting_by_environment(world, timeout)
+    if world.started_by.rendezvous == "environment":
+        arguments = rendezvous_by_environment(world, timeout)
     elif first_host:
         port = os.environ.get("MASTER_PORT", "29500")
         arguments["store"] = store_at(first_host, port, world, timeout)
-    elif meeting == "Slurm":
+    elif world.started_by.rendezvous == "Slurm":
         launcher_values(world, *SLURM_STEP)
         first_host = slurm_address(os.environ)[0]
         store = arguments["store"] = _store_through_slurm(world, timeout)
@@ -102,8 +101,8 @@ def _store_through_slurm(world: World, timeout: timedelta) -> dist.Store:
     node, ports, mark = slurm_address(os.environ)
     host = "127.0.0.1" if world.local_size == world.size else node
     if not world.is_first:
-        awaited[:] = [0]
-        host, port = _ask_for_store(host, ports, mark, timeout.total_seconds())
+        with awaiting(world, [0]):
+            host, port = _ask_for_store(host, ports, mark, timeout.total_seconds())
         return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
     store, reached_at = _serve_store(world, timeout)
     if reached_at == socket.gethostname():

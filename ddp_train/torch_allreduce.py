@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_train.rendezvous import choose_transport, meeting_point
+from ddp_train.rendezvous import choose_transport, rendezvous_arguments
 from recipe.allreduce_loop import Backend, run
 from recipe.device import choose_device
 from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
@@ -40,7 +40,7 @@ def connect(config: Config, world: World) -> Backend:
     """Connect the ranks as in DDP."""
     device = choose_device(config, world)
     transport, backend = choose_transport(config, world, device)
-    dist.init_process_group(backend, **meeting_point(world, backend))
+    dist.init_process_group(backend, **rendezvous_arguments(world, backend))
     return Backend(
         name="torch-mpi" if transport == "MPI" else "torch.distributed",
         transport=transport,

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.buckets import bucket_hook, bucket_sizes, start_timeline, stop_timeline
-from ddp_train.rendezvous import choose_transport, meeting_point, patience
+from ddp_train.rendezvous import choose_transport, patience, rendezvous_arguments
 from recipe.data.batches import BatchReader, open_data
 from recipe.data.loading import to_device
 from recipe.device import choose_device
@@ -54,7 +54,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
 
     # -- The engine: who takes part, and what carries the messages ---------------------------------
     transport, backend = choose_transport(config, world, device)
-    dist.init_process_group(backend, **meeting_point(world, backend, patience(config)))
+    dist.init_process_group(backend, **rendezvous_arguments(world, backend, patience(config)))
 
     def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         """Add up the ranks' values (metrics, not gradients); the sum stays on their device."""

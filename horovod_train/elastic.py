@@ -26,7 +26,7 @@ AGAIN, OVER, HOSTS = "again", "over", "hosts"  # start again; end; start again, 
 # The numbers in the driver's answer.
 PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 # Time for ranks to find each other, and for all slots to ask: a little above the driver's limit.
-MEETING_S = 60 + int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
+RENDEZVOUS_S = 60 + int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
 # Wait after an error: its cause may be the loss of another rank, which that one's watcher reports.
 ANOTHER_S = 1.0
 
@@ -44,13 +44,13 @@ def supervise() -> None:
             "from the last checkpoint; add --resume auto --name RUN"
         )
         fail(world, message if world.is_first else "", exit_code=2)
-    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(MEETING_S))
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(RENDEZVOUS_S))
     with one_message(world):
         forker = RankForker("horovod_train.train")
         from horovod_train.announcements import Announcements  # loads Horovod's launcher
 
         announcements = Announcements(os.environ["HOROVOD_GLOO_IFACE"])
-        _request("PUT", f"/worker_addresses/{_slot()}", announcements.for_driver, MEETING_S)
+        _request("PUT", f"/worker_addresses/{_slot()}", announcements.for_driver, RENDEZVOUS_S)
         while True:
             announcements.pause()  # a process that forks should have one thread
             if forker.start():
@@ -123,7 +123,7 @@ def _ask_for_place() -> dict[str, str]:
     """Return the variables of this slot's new place, once the driver has heard from all slots.
     UserError if it assigns none."""
     try:  # only once: the driver would count a second request as another slot
-        numbers = _request("GET", f"/rank_and_size/{_slot()}", timeout_s=MEETING_S)
+        numbers = _request("GET", f"/rank_and_size/{_slot()}", timeout_s=RENDEZVOUS_S)
     except (OSError, HTTPException) as error:
         raise UserError(
             f"horovodrun's driver has assigned no new place ({error}): it is gone, or waits for "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recipe import watch
+from recipe import rendezvous, watch
 from recipe.errors import UserError, fail, refuse
 from recipe.settings.config import Config
 from recipe.world import World, lone_copy_message, prepare_mpi, read_world, waits_for
@@ -29,7 +29,7 @@ POLL_SECONDS = 0.0002  # an exchange takes a hundred times as long
 def prepare(config: Config, world: World) -> None:
     """Set the variables that `hvd.init()` reads. UserError if the launcher, or this build of
     Horovod, lacks the requested transport."""
-    watch.begin("meeting the other ranks", lambda: waits_for(world, None))
+    watch.begin(rendezvous.TASK, lambda: waits_for(world, None))
     prepare_mpi(world)
     if config.profile_steps:
         os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # else hvd.start_timeline fails
@@ -55,10 +55,10 @@ def _ask_for(transport: str, world: World) -> None:
         if os.environ.setdefault(name, transport).lower() != transport:
             raise UserError(f"--transport {transport}: {name} says otherwise; unset it")
     if transport == "gloo" and world.started_by.starts_mpi:
-        meet_through_mpi(world)
+        rendezvous_through_mpi(world)
 
 
-def meet_through_mpi(world: World) -> None:
+def rendezvous_through_mpi(world: World) -> None:
     """Set the variables through which Horovod's ranks find each other. For them rank 0 runs a small
     server until it ends. UserError if MPI cannot send the server's address, or if other hosts would
     not reach it.
@@ -70,11 +70,9 @@ def meet_through_mpi(world: World) -> None:
     from horovod.runner.common.util.hosts import SlotInfo  # here: these imports are slow
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    from recipe import meeting
-
-    comm = meeting.start_mpi(world, "start it with horovodrun --gloo").COMM_WORLD
-    meeting.prepare_gloo(world)
-    meeting.refuse_unknown_interfaces("HOROVOD_GLOO_IFACE")
+    comm = rendezvous.start_mpi(world, "start it with horovodrun --gloo").COMM_WORLD
+    rendezvous.prepare_gloo(world)
+    rendezvous.refuse_unknown_interfaces("HOROVOD_GLOO_IFACE")
     # The ranks with the same local rank, one per host.
     peers = [
         rank
@@ -93,14 +91,14 @@ def meet_through_mpi(world: World) -> None:
     slots = comm.gather(slot, root=0)
     address: tuple[str, int] | None = None
     if world.is_first:
-        host, listens_at = meeting.server_address(world)
+        host, listens_at = rendezvous.server_address(world)
         server = RendezvousHTTPServer((listens_at, 0), RendezvousHandler, 0)
         server.daemon_threads = True  # they do not keep this process alive
         server.init([SlotInfo(**fields) for fields in slots])  # gathered as JSON
         Thread(target=server.serve_forever, daemon=True).start()
         address = host, server.server_port
     host, port = comm.bcast(address, root=0)
-    meeting.keep_gloo_off_loopback(world, host)
+    rendezvous.keep_gloo_off_loopback(world, host)
     os.environ |= {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slot).items()}
     os.environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
     if interface := os.environ.get("GLOO_SOCKET_IFNAME"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipe import meeting
+from recipe import rendezvous
 from recipe.data.batches import BatchReader, Data, open_data
 from recipe.data.loading import to_device
 from recipe.device import choose_device
@@ -92,8 +92,8 @@ class Rung(Trainables):
     is_for_cpu = False  # it sends tensors in the CPU's memory
     readers: World | None = None  # its place among ranks that read different images; None: all do
 
-    sum_over_ranks = staticmethod(meeting.sum_over_ranks)
-    from_rank_0 = staticmethod(meeting.from_rank_0)
+    sum_over_ranks = staticmethod(rendezvous.sum_over_ranks)
+    from_rank_0 = staticmethod(rendezvous.from_rank_0)
     data: Data
     progress: Progress
     network: nn.Module  # what the forward pass calls: the model, or what the rung makes of it
@@ -130,9 +130,11 @@ class Rung(Trainables):
         rung = cls(config, world)
         if config.threads is not None:
             torch.set_num_threads(config.threads)  # also in ranks that only serve
-        with meeting.remote_calls(config, world) if rung.has_remote_calls else nullcontext():
+        calls = rendezvous.remote_calls(config, world) if rung.has_remote_calls else nullcontext()
+        group = rendezvous.process_group(config, rung.world) if rung.has_group else nullcontext()
+        with calls:
             if rung.trains:
-                with meeting.process_group(config, rung.world) if rung.has_group else nullcontext():
+                with group:
                     return train(rung, hooks)
         return 0
 
@@ -210,7 +212,7 @@ def _begin(rung: Rung, hooks: Hooks) -> Session:
     rung.progress = session.progress
     rung.distribute()
     session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
-    session.open_record(rung.transport or meeting.transport_of(device))
+    session.open_record(rung.transport or rendezvous.transport_of(device))
     return session
 
 

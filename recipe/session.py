@@ -22,7 +22,6 @@ from recipe.data.order import samples_per_step
 from recipe.device import loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, FAILING, UserError, is_lost_peer
 from recipe.marks import marks
-from recipe.meeting import own_addresses
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     contents_of,
@@ -39,6 +38,7 @@ from recipe.record.meter import StepMeter, Usage, measure_usage, straggler, summ
 from recipe.record.recorder import Recorder, Silence
 from recipe.record.resume import go_back, repair_best, resume, steps_left_out
 from recipe.record.schema import RungFigures, StepLine
+from recipe.rendezvous import own_addresses
 from recipe.settings.config import Config
 from recipe.training.batch_norm import align_batch_norm
 from recipe.training.metrics import Sums, means, validate

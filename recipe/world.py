@@ -25,7 +25,7 @@ class Launcher(NamedTuple):
     """What a launcher gives its ranks; compare/plan/launchers.py has the commands that start it."""
 
     variables: tuple[str, str, str, str] = ("", "", "", "")  # rank, size, local rank, local size
-    meeting: str = ""  # how DDP's ranks find each other: "environment", "MPI", "Slurm"; "": not
+    rendezvous: str = ""  # how DDP's ranks find each other: "environment", "MPI", "Slurm"; "": not
     programs: tuple[str, ...] = ()  # names of programs that ranks descend from, as they started
     patience_s: float = 0.7  # its time between SIGTERM and SIGKILL to a rank, or a little less
     job: tuple[str, ...] = ()  # variables that distinguish its jobs on a host
@@ -35,7 +35,7 @@ class Launcher(NamedTuple):
     @property
     def starts_mpi(self) -> bool:
         """Whether the processes that it starts are MPI ranks."""
-        return self.meeting in ("MPI", "Slurm")
+        return self.rendezvous in ("MPI", "Slurm")
 
 
 # The first launcher whose rank, size and local rank are set wins, so inner launchers come first:
@@ -44,7 +44,7 @@ class Launcher(NamedTuple):
 LAUNCHERS = {
     "torchrun": Launcher(
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        meeting="environment",
+        rendezvous="environment",
         programs=("torchrun", "torch.distributed.run", "torch.distributed.launch"),
         patience_s=25,  # of 30
         job=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
@@ -65,23 +65,23 @@ LAUNCHERS = {
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ),
-        meeting="MPI",
+        rendezvous="MPI",
         # mpirun kills after one second.
         programs=("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"),
         job=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
         sets=("OMPI_", "PMIX_"),
     ),
     "pals": Launcher(
-        ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"), meeting="MPI"
+        ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"), rendezvous="MPI"
     ),
     "mpich": Launcher(
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        meeting="MPI",
+        rendezvous="MPI",
         programs=("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
     ),
     "srun": Launcher(
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-        meeting="Slurm",
+        rendezvous="Slurm",
         programs=("slurmstepd",),
         patience_s=FINISH_S,  # as its administrator says
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),

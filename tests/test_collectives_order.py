@@ -227,7 +227,7 @@ def a_process_for_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dist.distributed_c10d, "_world", ThreadLocalWorld())
     _set_thread_isolation_mode(True)  # of the names of process groups
     monkeypatch.setattr(train, "choose_transport", lambda *_: ("Gloo", BACKEND))
-    monkeypatch.setattr(train, "meeting_point", in_this_process)
+    monkeypatch.setattr(train, "rendezvous_arguments", in_this_process)
     monkeypatch.setattr(train, "build_model", lambda _, classes, download: TinyNet(classes))
     monkeypatch.setattr(session, "time", OwnClock())
     monkeypatch.setattr(wire_trial, "ROUNDS", (1, 2))

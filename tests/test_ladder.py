@@ -31,7 +31,7 @@ from torch import nn
 
 from baselines import parameter_server
 from recipe.errors import UserError
-from recipe.meeting import bind_rpc
+from recipe.rendezvous import bind_rpc
 from recipe.settings.config import Config
 from recipe.training.model import build_optimizer
 

@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -17,9 +18,9 @@ import pytest
 import torch.distributed as dist
 from making import a_world
 
-from ddp_train import rendezvous
-from ddp_train.rendezvous import PATIENCE, meeting_point, slurm_address
-from recipe import meeting
+from ddp_train import rendezvous as ddp
+from ddp_train.rendezvous import PATIENCE, rendezvous_arguments, slurm_address
+from recipe import rendezvous
 from recipe.errors import UserError
 from recipe.settings.config import Config
 from recipe.world import read_world
@@ -30,7 +31,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have come, wherever that is."""
     monkeypatch.setenv("MASTER_ADDR", "node7")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr(meeting, "store_at", lambda *_: dist.HashStore())
+    monkeypatch.setattr(rendezvous, "store_at", lambda *_: dist.HashStore())
 
 
 @pytest.fixture(autouse=True)
@@ -86,18 +87,22 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
     nccl: str, gloo: str | None, met: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
-    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": [], "eth0": []})
-    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
+    monkeypatch.setattr(
+        rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": [], "eth0": []}
+    )
+    monkeypatch.setattr(
+        rendezvous.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))]
+    )
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         environ = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500", "NCCL_SOCKET_IFNAME": nccl}
         environ |= chosen
-        monkeypatch.setattr(meeting.os, "environ", environ)
-        meeting_point(a_world(1, 4, local_size=2))
+        monkeypatch.setattr(rendezvous.os, "environ", environ)
+        rendezvous_arguments(a_world(1, 4, local_size=2))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
         # Nor is the loopback taken where a launcher does not say how many are here.
-        meeting_point(read_world({"RANK": "1", "WORLD_SIZE": "2"}))
+        rendezvous_arguments(read_world({"RANK": "1", "WORLD_SIZE": "2"}))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
-        meeting_point(a_world(1, 2))  # all on this host: nobody else reaches its ports
+        rendezvous_arguments(a_world(1, 2))  # all on this host: nobody else reaches its ports
         assert environ["GLOO_SOCKET_IFNAME"] == chosen.get("GLOO_SOCKET_IFNAME", gloo or "lo")
 
 
@@ -129,29 +134,29 @@ def test_a_host_whose_name_stands_for_loopback(
 
     lines = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "ib0": "10.1.0.7"}
     interfaces = {name: [Address(socket.AF_INET, address)] for name, address in lines.items()}
-    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: interfaces)
-    monkeypatch.setattr(meeting.socket, "socket", lambda *_: Asking())
-    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(rendezvous.socket, "socket", lambda *_: Asking())
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
     world = a_world(1, 4, local_size=2)
     # Taken out again after the test, whatever is put there in it.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    meeting_point(world)
+    rendezvous_arguments(world)
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
     if gloo == "error":
         with pytest.raises(UserError, match=r"127.0.1.1, .*/etc/hosts, .*GLOO_SOCKET_IFNAME"):
-            meeting_point(world)
+            rendezvous_arguments(world)
         del interfaces["ib0"]  # there is but one way
         gloo = "eth0"
-    meeting_point(world)
+    rendezvous_arguments(world)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == gloo
 
 
 def test_launchers_that_need_no_address() -> None:
-    arguments = meeting_point(a_world())
+    arguments = rendezvous_arguments(a_world())
     assert isinstance(arguments.pop("store"), dist.HashStore)
     assert arguments == {"rank": 0, "world_size": 1, "timeout": PATIENCE}
     with pytest.raises(UserError, match=r"torchrun, mpirun or horovodrun --mpi"):
-        meeting_point(a_world(1, 2, launcher="horovodrun"))
+        rendezvous_arguments(a_world(1, 2, launcher="horovodrun"))
 
 
 def test_each_attempt_of_torchrun_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +169,12 @@ def test_each_attempt_of_torchrun_has_a_store_of_its_own(monkeypatch: pytest.Mon
         agents.set(f"rank {rank}", "of a rank that was killed while it waited")
     for last in (0, 1, 2, 0):
         with ThreadPoolExecutor() as pool:
-            first = [pool.submit(meeting_point, a_world(one, 3)) for one in {0, 1, 2} - {last}]
+            first = [
+                pool.submit(rendezvous_arguments, a_world(one, 3)) for one in {0, 1, 2} - {last}
+            ]
             time.sleep(0.3)  # they look for it, or wait
             assert not any(one.done() for one in first if last == 0)
-            found = [pool.submit(meeting_point, a_world(last, 3)), *first]
+            found = [pool.submit(rendezvous_arguments, a_world(last, 3)), *first]
             stores = {one.result()["rank"]: one.result()["store"] for one in found}
         assert not stores[0].check(["key"]), "an earlier attempt's"
         stores[1].set("key", "value")
@@ -189,8 +196,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_an_address_that_the_user_gives(launcher: str, port: int) -> None:
     worlds = [a_world(rank, 2, launcher=launcher) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(meeting_point, worlds[1])
-        found = [meeting_point(worlds[0]), late.result(60)]
+        late = pool.submit(rendezvous_arguments, worlds[1])
+        found = [rendezvous_arguments(worlds[0]), late.result(60)]
     assert [one["rank"] for one in found] == [0, 1]
     found[0]["store"].set("key", "value")
     assert found[1]["store"].get("key") == b"value"
@@ -204,12 +211,16 @@ def test_an_address_that_the_user_gives(launcher: str, port: int) -> None:
         (1, [0], r"MASTER_PORT=\d+: rank 1 cannot meet the others there"),
     ],
 )
-def test_ranks_that_do_not_come(here: int, missing: list[int], message: str, port: int) -> None:
+def test_ranks_that_do_not_come(
+    here: int, missing: list[int], message: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While one waits for them it knows which: after a minute its watch prints that."""
-    meeting.awaited.clear()
+    told: list[Callable[[], str]] = []
+    monkeypatch.setattr(rendezvous.watch, "begin", lambda task, late=str: told.append(late))
+    who = f"still waits for rank {', '.join(map(str, missing))} "
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(meeting_point, a_world(here, 3), timeout=timedelta(seconds=3))
-        while meeting.awaited != missing and not waiting.done():
+        waiting = pool.submit(rendezvous_arguments, a_world(here, 3), timeout=timedelta(seconds=3))
+        while not (told and who in told[-1]()) and not waiting.done():
             time.sleep(0.01)
         assert not waiting.done()
         with pytest.raises(UserError, match=message):
@@ -233,7 +244,7 @@ def test_half_a_set_of_variables_is_refused_at_once(
         monkeypatch.setenv(name, value)
     words = f"without {missing} the ranks cannot meet; start them with {launcher}"
     with pytest.raises(UserError, match=words):
-        meeting_point(a_world(0, 2, launcher=launcher))
+        rendezvous_arguments(a_world(0, 2, launcher=launcher))
 
 
 STEPS = count()
@@ -244,7 +255,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A step on this host; returns its ports."""
     for name, value in variables_of(os.getpid(), next(STEPS)).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(ddp, "ANSWER_SECONDS", 0.1)
     return slurm_address(os.environ)[1]
 
 
@@ -257,7 +268,7 @@ def tell_once(listener: socket.socket, words: bytes) -> None:
 def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
     """Who is there may be silent, may be an sshd, or may be the same step of another job. The store
     is as patient as the process group, which is so for --stall-timeout."""
-    timeout = rendezvous.patience(Config(stall_timeout=3600))
+    timeout = ddp.patience(Config(stall_timeout=3600))
     assert timeout > max(PATIENCE, timedelta(seconds=3600))
     words = [b"", b"SSH-2.0-OpenSSH\r\n", b"DDP of job 1.0.0 at 29500\n"]
     with ExitStack() as others:
@@ -266,8 +277,10 @@ def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
             Thread(target=tell_once, args=(listener, told), daemon=True).start()
         # Rank 1 is there first.
         with ThreadPoolExecutor() as pool:
-            late = pool.submit(meeting_point, a_world(1, 2, launcher="srun"), timeout=timeout)
-            first = meeting_point(a_world(0, 2, launcher="srun"), timeout=timeout)
+            late = pool.submit(
+                rendezvous_arguments, a_world(1, 2, launcher="srun"), timeout=timeout
+            )
+            first = rendezvous_arguments(a_world(0, 2, launcher="srun"), timeout=timeout)
             second = late.result()
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["store"].timeout == second["store"].timeout == timeout
@@ -280,11 +293,11 @@ def test_slurm_s_store_listens_at_the_chosen_interface(monkeypatch: pytest.Monke
     for name, value in variables_of(os.getpid(), next(STEPS), "127.0.0.1").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(meeting, "own_addresses", lambda: {"127.0.0.5": "lo"})
+    monkeypatch.setattr(rendezvous, "own_addresses", lambda: {"127.0.0.5": "lo"})
     worlds = [a_world(rank, 2, local_size=1, launcher="srun") for rank in range(2)]
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(meeting_point, worlds[1])
-        first, second = meeting_point(worlds[0])["store"], late.result()["store"]
+        late = pool.submit(rendezvous_arguments, worlds[1])
+        first, second = rendezvous_arguments(worlds[0])["store"], late.result()["store"]
     first.set("key", "value")
     assert second.get("key") == b"value"
     listening = [one for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
@@ -295,12 +308,12 @@ def test_slurm_without_a_free_port(step: list[int]) -> None:
     with ExitStack() as others, pytest.raises(UserError, match="MASTER_PORT"):
         for port in step:
             others.enter_context(socket.create_server(("127.0.0.1", port)))
-        meeting_point(a_world(0, 2, launcher="srun"))
+        rendezvous_arguments(a_world(0, 2, launcher="srun"))
 
 
 def test_slurm_without_a_rank_0(step: list[int]) -> None:
     with pytest.raises(UserError, match=r"rank 0 was not found on 127.0.0.1.*did it start"):
-        meeting_point(a_world(1, 2, launcher="srun"), timeout=timedelta(seconds=0.1))
+        rendezvous_arguments(a_world(1, 2, launcher="srun"), timeout=timedelta(seconds=0.1))
 
 
 Address = namedtuple("Address", "family address")
@@ -315,7 +328,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch, size: int) -> Mock:
 
 def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = fake_mpi(monkeypatch, size=2)
-    arguments = meeting_point(a_world(0, 2, launcher="mpirun"))
+    arguments = rendezvous_arguments(a_world(0, 2, launcher="mpirun"))
     store = arguments.pop("store")
     assert arguments == {"rank": 0, "world_size": 2, "timeout": PATIENCE}
     assert store.timeout == PATIENCE
@@ -331,10 +344,10 @@ def test_mpi4py_that_is_missing_or_of_another_mpi(monkeypatch: pytest.MonkeyPatc
     """One that was built for another MPI sees a world of one: two copies would train."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UserError, match="pip install mpi4py, or start with torchrun"):
-        meeting_point(a_world(0, 2, launcher="mpirun"))
+        rendezvous_arguments(a_world(0, 2, launcher="mpirun"))
     fake_mpi(monkeypatch, size=1)
     with pytest.raises(UserError, match=r"^mpirun started .* one of 2.*built for another MPI"):
-        meeting_point(a_world(0, 2, launcher="mpirun"))
+        rendezvous_arguments(a_world(0, 2, launcher="mpirun"))
 
 
 def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,20 +355,20 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         "eth0": [Address(socket.AF_INET6, "fe80::1"), Address(socket.AF_INET, "10.0.0.7")],
         "ib0": [Address(socket.AF_INET6, "fe80::2")],
     }
-    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: interfaces)
-    assert meeting._own_address() == socket.gethostname()
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: interfaces)
+    assert rendezvous._own_address() == socket.gethostname()
     for chosen, expected in (("^docker0,lo", socket.gethostname()), ("eth0", "10.0.0.7")):
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)  # a name, or what only NCCL understands
-        meeting.prepare_gloo(a_world(0, 4, local_size=2))
-        assert meeting._own_address() == expected
+        rendezvous.prepare_gloo(a_world(0, 4, local_size=2))
+        assert rendezvous._own_address() == expected
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth0")
-    assert meeting._own_address() == "10.0.0.7"
+    assert rendezvous._own_address() == "10.0.0.7"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     with pytest.raises(UserError, match="=ib0: has no IPv4 address"):
-        meeting._own_address()
+        rendezvous._own_address()
     for given, unknown in (("eth9", "eth9"), ("eth0,wlan0", "wlan0")):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
         with pytest.raises(UserError, match=f"={given}: .* interface {unknown}; it has eth0, ib0"):
-            meeting.prepare_gloo(a_world(0, 4, local_size=2))
+            rendezvous.prepare_gloo(a_world(0, 4, local_size=2))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # as if it were not set, as Gloo sees it
-    assert meeting._own_address() == socket.gethostname()
+    assert rendezvous._own_address() == socket.gethostname()

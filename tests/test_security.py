@@ -27,7 +27,7 @@ OBJECTS = {
 # Those that do unless they are told not to.
 READERS = {"torch.load", "load_state_dict_from_url", "published.get_state_dict"}
 ALLOWED = {
-    "recipe/meeting.py": {"init_rpc"},  # for the three rungs that call functions of other ranks
+    "recipe/rendezvous.py": {"init_rpc"},  # for the three rungs that call functions of other ranks
     "baselines/zero_optimizer.py": {"consolidate_state_dict"},
     "benchmarks/programs/plain_horovod.py": {"broadcast_optimizer_state"},
 }

