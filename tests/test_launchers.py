@@ -95,7 +95,7 @@ def over_jsrun(monkeypatch: pytest.MonkeyPatch) -> Run:
         sharing={"JSRUN_SHARES": "1"},
     )
     monkeypatch.setitem(START_COMMANDS, "jsrun", start)
-    monkeypatch.setitem(LAUNCHERS, "jsrun", Launcher(("R", "S", "LR", "LS"), meeting="MPI"))
+    monkeypatch.setitem(LAUNCHERS, "jsrun", Launcher(("R", "S", "LR", "LS"), rendezvous="MPI"))
     return Run(1, Configuration("ddp-jsrun", "ddp", "jsrun"), 2, 1, hosts="a:1,b:1")
 
 

@@ -69,9 +69,9 @@ def torchrun_words(configuration: Configuration, ranks: int, hosts: str | None) 
     nodes, one_each = str(len(placed)), ",".join(f"{host}:1" for host in placed)
     agents = ["mpirun", "-np", nodes, "-H", one_each, *ONE_BY_ONE, "torchrun"]
     endpoint = f"{first}:{secrets.choice(RENDEZVOUS_PORTS)}"
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     numbers = ["--nnodes", nodes, "--nproc-per-node", str(on_each.pop())]
-    return [*agents, *numbers, "--rdzv-id", secrets.token_hex(6), *meeting]
+    return [*agents, *numbers, "--rdzv-id", secrets.token_hex(6), *rendezvous]
 
 
 def horovodrun_words(configuration: Configuration, ranks: int, hosts: str | None) -> list[str]:
