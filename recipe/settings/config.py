@@ -128,7 +128,8 @@ def _parse_flags(
         return_unknown_args=True,
     )
     if parsed.list_presets:
-        print(table() if talk else "", end="\n" if talk else "")
+        if talk:
+            print(table())
         raise SystemExit(0)
     values = {
         name: value for title in SECTIONS for name, value in asdict(getattr(parsed, title)).items()
