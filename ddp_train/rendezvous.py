@@ -52,24 +52,21 @@ def rendezvous_arguments(
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.size == 1 or backend == "mpi4py":  # MPI's ranks know each other
         return {"store": dist.HashStore(), **arguments}
-    if not world.started_by.rendezvous:
+    kind = world.started_by.rendezvous
+    if not kind:
         raise UserError(
             f"{world.started_by.shown} started this process and gives DDP no address to meet at: "
             "start ddp_train/train.py with torchrun, mpirun or horovodrun --mpi"
         )
     first_host = os.environ.get("MASTER_ADDR", "")
-    if world.started_by.rendezvous == "environment":
+    if kind == "environment":
         arguments = rendezvous_by_environment(world, timeout)
     elif first_host:
         port = os.environ.get("MASTER_PORT", "29500")
         arguments["store"] = store_at(first_host, port, world, timeout)
-    elif world.started_by.rendezvous == "Slurm":
-        launcher_values(world, *SLURM_STEP)
-        first_host = slurm_address(os.environ)[0]
-        store = arguments["store"] = _store_through_slurm(world, timeout)
-        call_roll(store, world, timeout)
     else:
-        arguments["store"], first_host = _store_through_mpi(world, timeout)
+        store_through = {"Slurm": _store_through_slurm, "MPI": _store_through_mpi}
+        arguments["store"], first_host = store_through[kind](world, timeout)
     keep_gloo_off_loopback(world, first_host)
     return arguments
 
@@ -95,24 +92,34 @@ def slurm_address(environ: os._Environ[str] | dict[str, str]) -> tuple[str, list
     return first, ports, mark.encode()
 
 
-def _store_through_slurm(world: World, timeout: timedelta) -> dist.Store:
-    """Return a store on a free port of rank 0's host. Rank 0 announces it at the first free one of
-    several ports, which all ranks compute from the numbers of job and step."""
+def _store_through_slurm(world: World, timeout: timedelta) -> tuple[dist.Store, str]:
+    """Return a store on a free port of rank 0's host, when all ranks have come, and that host. Rank
+    0 announces it at the first free one of several ports, which all ranks compute from the numbers
+    of job and step."""
+    launcher_values(world, *SLURM_STEP)
     node, ports, mark = slurm_address(os.environ)
     host = "127.0.0.1" if world.local_size == world.size else node
-    if not world.is_first:
+    if world.is_first:
+        store, reached_at = _serve_store(world, timeout)
+        if reached_at == socket.gethostname():
+            reached_at = node
+        answer = mark + f"{reached_at} {store.port}".encode()
+        _announce(answer, host, ports, world.size - 1)
+    else:
         with awaiting(world, [0]):
             host, port = _ask_for_store(host, ports, mark, timeout.total_seconds())
-        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
-    store, reached_at = _serve_store(world, timeout)
-    if reached_at == socket.gethostname():
-        reached_at = node
+        store = dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+    call_roll(store, world, timeout)
+    return store, node
+
+
+def _announce(answer: bytes, host: str, ports: list[int], ranks: int) -> None:
+    """Give this many ranks the `answer` at the first free port; UserError if none is free."""
     for port in ports:
         with suppress(OSError):
             listener = socket.create_server((host if host == "127.0.0.1" else "", port))
-            answer = mark + f"{reached_at} {store.port}".encode()
-            Thread(target=_tell, args=(listener, answer, world.size - 1), daemon=True).start()
-            return store
+            Thread(target=_tell, args=(listener, answer, ranks), daemon=True).start()
+            return
     raise UserError(
         f"{host}: no port of {', '.join(map(str, ports))} is free for the ranks to meet at; set "
         "MASTER_ADDR and MASTER_PORT"

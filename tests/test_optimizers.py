@@ -3,10 +3,11 @@
 import importlib.util
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ from recipe.ranks import Ranks
 from recipe.record.checkpoint import contents_of
 from recipe.record.fingerprint import weights_sha256
 from recipe.record.resume import restore
-from recipe.settings.config import Config, check
+from recipe.settings.config import SCHEDULES, Config, check
 from recipe.settings.presets import preset
+from recipe.training.batch_norm import align_batch_norm
 from recipe.training.model import (
+    autocast,
+    build_criterion,
     build_ema,
     build_model,
     build_optimizer,
@@ -32,6 +36,7 @@ from recipe.training.model import (
 )
 from recipe.training.optimizers import (
     apex_optimizers,
+    learning_rate,
     optimizer_class_and_arguments,
     schedule_in_words,
 )
@@ -63,6 +68,25 @@ def as_horovod_makes_it(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     """Anew, from the groups of weights alone, under a class that is derived from the first."""
     kind = type(type(optimizer).__name__, (type(optimizer),), {})
     return kind(optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("flag", "use"),
+    [
+        ("optimizer", lambda config: optimizer_class_and_arguments(config, CPU)),
+        ("lr_scheduler", lambda config: learning_rate(config, epoch=5.0, scale=1.0)),
+        ("precision", lambda config: autocast(config, CPU)),
+        ("loss", build_criterion),
+        ("batch_norm", lambda config: align_batch_norm(TinyNet(), config, Ranks(a_world()))),
+    ],
+)
+def test_a_value_that_code_forgets_is_an_error(flag: str, use: Callable[[Config], object]) -> None:
+    """And not silently treated as another one. Each value that the flag takes is known."""
+    for value in get_args(get_type_hints(Config)[flag]):
+        if value not in (*SCHEDULES, "lars", "lamb") and not value.startswith("apex"):
+            use(a_config(**{flag: value}))
+    with pytest.raises((AssertionError, KeyError), match="forgotten"):
+        use(a_config(**{flag: "forgotten"}))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -31,6 +31,15 @@ NORMS = (
 # torchvision has the parts of it, but no model of this name.
 RESNET10 = "resnet10"
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# The number format into which autocast turns the inputs of convolutions and matrix products.
+AUTOCAST = {
+    "fp32": None,
+    "tf32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "O2": None,
+    "O3": None,
+}
 
 
 def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
@@ -322,7 +331,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager:
     """Return a context in which forward passes use the number format of --precision."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+    dtype = AUTOCAST[config.precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
@@ -335,12 +344,11 @@ def build_scaler(config: Config, device: torch.device) -> LossScaler:
 def build_criterion(config: Config) -> Criterion:
     """Return the training loss: a function of outputs [N, classes] and of labels [N] or shares of
     classes [N, classes]; it returns the mean."""
-    smoothing = config.label_smoothing
-    if config.loss == "cross-entropy":
-        return partial(nn.functional.cross_entropy, label_smoothing=smoothing)
-    return partial(
-        binary_cross_entropy, label_smoothing=smoothing, threshold=config.bce_target_threshold
-    )
+    losses: dict[str, Any] = {
+        "cross-entropy": nn.functional.cross_entropy,
+        "bce": partial(binary_cross_entropy, threshold=config.bce_target_threshold),
+    }
+    return partial(losses[config.loss], label_smoothing=config.label_smoothing)
 
 
 def binary_cross_entropy(

@@ -129,6 +129,5 @@ def learning_rate(config: Config, epoch: float, scale: float) -> float:
     begin = max([config.warmup_epochs, *(turn for turn in restarts if turn <= epoch)])
     end = min([config.epochs, *(turn for turn in restarts if turn > epoch)])
     progress = min(1.0, (epoch - begin) / max(end - begin, 1e-9))
-    if config.lr_scheduler == "linear":
-        return config.lr_min + (peak - config.lr_min) * (1 - progress)
-    return config.lr_min + (peak - config.lr_min) * 0.5 * (1 + math.cos(math.pi * progress))
+    shares = {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return config.lr_min + (peak - config.lr_min) * shares[config.lr_scheduler]
