@@ -1,15 +1,15 @@
-"""Whether all ranks of a DDP training ask for the same collectives in the same order, from the same
-lines, with the same shapes, types and roots. One more or one fewer on one rank, and a cluster hangs
-until its watch ends it.
+"""All ranks of a DDP training call the same collectives in the same order, from the same lines,
+with the same shapes, types and roots. If one rank makes one call more or less, a cluster hangs
+until its watchdog ends it.
 
-Eight ranks train in one process, in threads that take turns: each computes until it asks for a
-collective, and when all have asked for the same one, it is carried out with what each has given. As
-no two compute at once, they share what a process has once as if each had its own.
+Eight ranks train in one process, in threads that take turns: each computes until it calls a
+collective. When all have called the same one, it is carried out with the tensors of all. No two
+compute at the same time, so they can share the process's globals.
 
 `ddp_train/train.py`, the recipe and torch's DDP are the real ones. The network is tiny, and the
-process group is the one below. On GPUs, too, the order is this one. Not seen here: what Gloo, NCCL
-and MPI make of it; and Horovod, whose ranks may ask in any order, since its rank 0 settles by their
-names what is sent next.
+process group is the one below. The order is the same on GPUs. Not covered: Gloo, NCCL and MPI
+themselves; and Horovod, whose ranks may call in any order, since its rank 0 decides by their names
+what is sent next.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class GivenUp(BaseException):
     """Ends a rank that would wait for the others for ever."""
 
 
-class Rank(threading.Thread):
+class RankThread(threading.Thread):
     """One rank. In each of its turns it runs on to the next collective, or to its end."""
 
     def __init__(self, number: int, main: Callable[[int], object]) -> None:
@@ -106,7 +106,7 @@ class Rank(threading.Thread):
 def in_lockstep(main: Callable[[int], object]) -> list[str]:
     """Run main(rank) on all ranks; what they have asked for, and how they have ended, in words.
     AssertionError where they do not all ask for the same; what they raise if all raise the same."""
-    ranks, told = [Rank(number, main) for number in range(RANKS)], list[str]()
+    ranks, told = [RankThread(number, main) for number in range(RANKS)], list[str]()
     try:
         while True:
             calls = [rank.take_turn() for rank in ranks]
@@ -155,7 +155,7 @@ class LockstepGroup(dist.ProcessGroup):
         self.own = threading.current_thread()
 
     def _ask(self, name: str, tensors: Tensors, given: Any, exchange: Any) -> dist.Work:
-        forms = [f"{one.dtype} {list(one.shape)}".removeprefix("torch.") for one in tensors]
+        forms = [f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in tensors]
         self.own.ask(Call(f"{name} of {', '.join(forms)} at {place()}", given, exchange))
         over: Future[Tensors] = Future()
         over.set_result(tensors)
@@ -165,8 +165,8 @@ class LockstepGroup(dist.ProcessGroup):
         def add(given: list[Tensors]) -> None:
             for addends in zip(*given, strict=True):
                 total = torch.stack(addends).sum(dim=0, dtype=addends[0].dtype)
-                for one in addends:
-                    one.copy_(total)
+                for addend in addends:
+                    addend.copy_(total)
 
         assert opts.reduceOp == dist.ReduceOp.SUM
         return self._ask("allreduce", tensors, tensors, add)
@@ -174,12 +174,12 @@ class LockstepGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         root = opts.rootRank
 
-        def copy(given: list[Tensors]) -> None:
+        def copy_root(given: list[Tensors]) -> None:
             for copies in zip(*given, strict=True):
-                for one in copies:
-                    one.copy_(copies[root])
+                for copy in copies:
+                    copy.copy_(copies[root])
 
-        return self._ask(f"broadcast from {root}", tensors, tensors, copy)
+        return self._ask(f"broadcast from {root}", tensors, tensors, copy_root)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         def collect(given: list[tuple[Tensors, torch.Tensor]]) -> None:
@@ -289,25 +289,25 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_ask_alike(case: str, images: Path, tmp_path: Path) -> None:
+def test_all_ranks_make_the_same_calls(case: str, images: Path, tmp_path: Path) -> None:
     settings, words = CASES[case]
-    told = training(images, tmp_path, **settings)
-    assert told[-1] == "returns 0" and (tmp_path / "run" / "summary.json").exists()
-    assert any(re.search(words, one) for one in told)
+    calls = training(images, tmp_path, **settings)
+    assert calls[-1] == "returns 0" and (tmp_path / "run" / "summary.json").exists()
+    assert any(re.search(words, call) for call in calls)
 
 
-def test_going_on_from_a_checkpoint_that_rank_0_reads(
+def test_resuming_from_a_checkpoint_that_rank_0_reads(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training(images, tmp_path)
     monkeypatch.setattr(resume, "PIECE_BYTES", 4000)
     for settings in ({"max_steps": 6}, {"evaluate": True}):
-        told = training(images, tmp_path, resume="auto", **settings)
-        assert sum("broadcast from 0 of int64 [500]" in one for one in told) > 1
-        assert told[-1] == "returns 0"
+        calls = training(images, tmp_path, resume="auto", **settings)
+        assert sum("broadcast from 0 of int64 [500]" in call for call in calls) > 1
+        assert calls[-1] == "returns 0"
 
 
-def test_going_back_since_the_loss_of_one_rank_was_not_finite(
+def test_a_rollback_after_one_rank_s_loss_was_not_finite(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = train.build_criterion
@@ -318,9 +318,9 @@ def test_going_back_since_the_loss_of_one_rank_was_not_finite(
         return lambda *batch: criterion(*batch) * (math.nan if next(steps) == diverges_at else 1)
 
     monkeypatch.setattr(train, "build_criterion", build_odd)
-    told = training(images, tmp_path, rollback=1)
-    assert sum("load_on_all_ranks" in one for one in told) > 0
-    assert told[-1] == "returns 0"
+    calls = training(images, tmp_path, rollback=1)
+    assert any("load_on_all_ranks" in call for call in calls)
+    assert calls[-1] == "returns 0"
 
 
 @pytest.mark.parametrize("by", ["signal", "file"])
@@ -337,8 +337,8 @@ def test_one_rank_is_asked_to_stop(
         if by == "file" and rank == 0:
             (session.folder / STOP_FILE).touch()
 
-    told = training(images, tmp_path, after_step(ask))
-    assert told[-1] == f"returns {EXIT_SAVED if by == 'signal' else 0}"
+    calls = training(images, tmp_path, after_step(ask))
+    assert calls[-1] == f"returns {EXIT_SAVED if by == 'signal' else 0}"
     assert steps == [step for step in (1, 2, 3) for _ in range(RANKS)], "rank 0's pace counts"
 
 
@@ -346,8 +346,8 @@ def test_one_rank_meets_a_bad_image(images: Path, tmp_path: Path) -> None:
     root = tmp_path / "images"
     shutil.copytree(images, root)
     (root / "train" / "c" / "20.png").write_bytes(b"no image")
-    told = training(root, tmp_path, bad_images="replace")
-    assert any("take_replaced" in one for one in told)
+    calls = training(root, tmp_path, bad_images="replace")
+    assert any("take_replaced" in call for call in calls)
     assert "20.png" in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
@@ -366,7 +366,7 @@ def test_one_rank_meets_a_bad_image(images: Path, tmp_path: Path) -> None:
     ],
     ids=["fewer", "more", "shape", "type", "root", "failure"],
 )
-def test_what_one_rank_does_otherwise_is_found(ask: Callable[[bool], object], told: str) -> None:
+def test_a_difference_on_one_rank_is_found(ask: Callable[[bool], object], told: str) -> None:
     def main(rank: int) -> None:
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=RANKS)
         total(1)

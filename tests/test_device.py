@@ -99,11 +99,11 @@ def test_ranges_of_cores() -> None:
     assert {core_ranges(cores): cores for cores in ranges.values()} == ranges
 
 
-def test_all_ranks_get_what_each_has_to_say() -> None:
-    """Of any length, under collectives that add up."""
+def test_all_ranks_get_the_values_of_each() -> None:
+    """Of any length, although the only collective is a sum."""
     values = [("a", [1, 5], 1.5), ("b" * 300, [], None), ("ü", [0], math.inf)]
-    told = in_ranks(3, lambda rank, total: Ranks(a_world(rank, 3), total).gather(values[rank]))
-    assert told == [[list(value) for value in values]] * 3
+    gathered = in_ranks(3, lambda rank, total: Ranks(a_world(rank, 3), total).gather(values[rank]))
+    assert gathered == [[list(value) for value in values]] * 3
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
@@ -117,33 +117,27 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
     return chosen
 
 
-def test_a_driver_without_a_gpu_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Training would go on at a hundredth of the speed."""
-    gpus(monkeypatch, 0)
-    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
-    with pytest.raises(UserError, match=r"sees no GPU: .*--gpus all.*--no-cuda"):
-        choose_device(a_config(), a_world())
-    assert choose_device(a_config(cuda=False), a_world()) == CPU
-
-
 @pytest.mark.parametrize(
     ("visible", "message"),
     [
+        (None, r"sees no GPU: .*--gpus all"),
         *((hidden, rf"^CUDA_VISIBLE_DEVICES={hidden}: .*: unset it") for hidden in ("", "-1")),
         ("NoDevFiles", r"^CUDA_VISIBLE_DEVICES=NoDevFiles: .*batch system"),
         ("7", "sees no GPU with CUDA_VISIBLE_DEVICES=7: .*driver"),
     ],
 )
-def test_gpus_that_a_variable_hides(
-    visible: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_driver_without_a_visible_gpu_is_an_error(
+    visible: str | None, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Training on the CPU would take a hundred times as long."""
     gpus(monkeypatch, 0)
     monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UserError, match=f"{message}.*--no-cuda"):
         choose_device(a_config(), a_world())
+    assert choose_device(a_config(cuda=False), a_world()) == CPU
 
 
 @pytest.mark.parametrize(
@@ -159,7 +153,7 @@ def test_gpus_that_a_variable_hides(
         ("", "bf16", ""),
     ],
 )
-def test_number_formats_that_the_cpu_emulates(
+def test_number_formats_that_the_cpu_emulates_are_warned_of(
     cpu: str,
     precision: str,
     lacking: str,
@@ -167,7 +161,7 @@ def test_number_formats_that_the_cpu_emulates(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One warning, from rank 0: training goes on at a tenth of the speed of fp32."""
+    """Once, by rank 0: training takes ten times as long as in fp32."""
     monkeypatch.setattr(device, "CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpu}\nvmx flags\t: avx512_fp16\n")
     for rank in (0, 1):
@@ -238,14 +232,6 @@ def test_compile_needs_a_compiler(
     choose_device(a_config(), a_world())
 
 
-def test_gpu_by_local_rank(monkeypatch: pytest.MonkeyPatch, switches: dict[str, str]) -> None:
-    chosen = gpus(monkeypatch, 2)
-    world = a_world(5, 8, local_rank=1, local_size=2)  # not by the global rank
-    assert choose_device(a_config(), world) == torch.device("cuda", 1)
-    assert chosen == [torch.device("cuda", 1)]
-    assert choose_device(a_config(cuda=False), world) == CPU
-
-
 @pytest.fixture
 def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The environment in which torch's settings may be changed; they are put back."""
@@ -259,7 +245,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_tf32_is_what_was_asked_for(
+def test_tf32_is_used_only_if_asked_for(
     precision: str, switches: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(monkeypatch, 1)
@@ -289,20 +275,24 @@ def test_deterministic(
         (2, [0, 1, 0, 1]),  # each its own two
     ],
 )
-def test_ranks_take_what_they_see(
-    visible: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
+def test_ranks_take_a_visible_gpu_by_their_local_rank(
+    visible: int, indices: list[int], monkeypatch: pytest.MonkeyPatch, switches: dict[str, str]
 ) -> None:
-    """That no two of them have the same one is checked by test_agreement.py::test_gpus."""
-    gpus(monkeypatch, visible)
-    monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
-    devices = [choose_device(a_config(), a_world(rank, 4, launcher="srun")) for rank in range(4)]
-    assert [device.index for device in devices] == indices
+    """test_agreement.py::test_gpus checks that no two of them have the same one."""
+    chosen = gpus(monkeypatch, visible)
+    for local_rank in range(4):
+        world = a_world(4 + local_rank, 8, local_rank=local_rank, local_size=4, launcher="srun")
+        assert choose_device(a_config(), world) == chosen[-1]
+    assert [device.index for device in chosen] == indices
 
 
 @pytest.mark.parametrize(
-    "settings", [{"precision": "tf32"}, {"batch_norm": "sync", "compile": True}]
+    "settings",
+    [{"precision": "tf32"}, {"transport": "nccl"}, {"batch_norm": "sync", "compile": True}],
 )
-def test_what_only_gpus_have(settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_for_gpus_are_refused_on_the_cpu(
+    settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus(monkeypatch, 0)
     assert choose_device(a_config(), a_world()) == CPU
     with pytest.raises(UserError, match=f"^--{next(iter(settings)).replace('_', '-')} "):
@@ -324,7 +314,7 @@ def test_loader_workers(workers: int | None, kind: str, threads: int, expected: 
 
 
 def test_a_rank_has_workers_by_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by its threads, of which a rank with a GPU may have one."""
+    """Not by its number of threads: a rank with a GPU may have only one."""
     monkeypatch.setattr(session, "share_of_cores", lambda *_: 4)
     cuda = torch.device("cuda", 0)
     share = session.share_host(a_config(threads=1, cuda=True), cuda, Ranks(a_world()))
@@ -369,7 +359,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host of two packages, with all that must not be added to them."""
+    """A host of two packages, with domains that must not be added to theirs."""
     monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     (tmp_path / "intel-rapl").mkdir()
     for domain, name in {
@@ -378,7 +368,7 @@ def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "intel-rapl:0:0": "core",
         "intel-rapl:0:1": "dram",
         "intel-rapl:2": "psys",
-        "intel-rapl-mmio:0": "package-0",  # the same package, by another way
+        "intel-rapl-mmio:0": "package-0",  # the same package again
     }.items():
         files = {"name": name, "max_energy_range_uj": RANGE_UJ, "energy_uj": 5_000_000}
         (tmp_path / domain).mkdir()
@@ -399,7 +389,7 @@ def meter(powercap: Path) -> EnergyMeter:
     return EnergyMeter([CPU], 0)
 
 
-def test_packages_alone_are_added_once_a_host_though_counters_wrap(powercap: Path) -> None:
+def test_only_packages_count_once_per_host_although_counters_wrap(powercap: Path) -> None:
     meters = [EnergyMeter([CPU], local_rank) for local_rank in range(3)]
     for meter in meters:
         meter.start()
@@ -448,7 +438,7 @@ def test_only_stretches_between_start_and_stop_count(
 def test_processors_that_cannot_be_read(
     file: str, content: str | None, packages: int, powercap: Path
 ) -> None:
-    """Half of a host is no figure either, nor is one with a reading that failed."""
+    """The figure of half a host would be wrong, as would one after a failed reading."""
     files = [powercap / f"intel-rapl:{package}" / file for package in range(packages)]
     before = [path.read_text() for path in files]
     for path in files:
@@ -473,6 +463,14 @@ def fake_nvml(broken: str = "nothing") -> mock.Mock:
     return nvml
 
 
+def use_nvml(monkeypatch: pytest.MonkeyPatch, nvml: mock.Mock | None, uuid: str) -> mock.Mock:
+    """Let this be pynvml, and each of torch's GPUs have this UUID; return what is asked for it."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    properties = mock.Mock(return_value=mock.Mock(uuid=uuid))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    return properties
+
+
 # ---- GPUs ----
 
 
@@ -480,7 +478,7 @@ def fake_nvml(broken: str = "nothing") -> mock.Mock:
     ("nvml", "uuid", "row"),
     [
         (fake_nvml(), UUID, [1200, 70, 0, 3]),
-        # Two, as baselines/data_parallel.py and model_parallel.py have them.
+        # Two GPUs, as in baselines/data_parallel.py and model_parallel.py.
         (fake_nvml(), UUID, [2400, 70, 0, 3]),
         # Older than Volta.
         (fake_nvml("nvmlDeviceGetTotalEnergyConsumption"), UUID, [math.nan, 70, 0, 3]),
@@ -498,9 +496,7 @@ def test_gpu(
     monkeypatch: pytest.MonkeyPatch,
     clock: SimpleNamespace,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    properties = mock.Mock(return_value=mock.Mock(uuid=uuid))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    properties = use_nvml(monkeypatch, nvml, uuid)
     devices = [torch.device("cuda", index) for index in range(2 if row[0] == 2400 else 1)]
     meter = EnergyMeter(devices, 1)
     meter.start()
@@ -530,9 +526,7 @@ def test_clocks(
         ("MaxClockInfo", 1980),
     ):
         getattr(nvml, f"nvmlDeviceGet{name}").return_value = megahertz
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    properties = mock.Mock(return_value=mock.Mock(uuid=UUID))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    use_nvml(monkeypatch, nvml, UUID)
     assert gpu_clocks_mhz(CUDA) == clocks
 
 

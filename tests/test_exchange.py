@@ -80,20 +80,16 @@ def a_horovod_run(run: Path) -> Path:
     return run
 
 
-def test_buckets_of_ddp(tmp_path: Path) -> None:
-    steps = read_exchange(a_ddp_run(tmp_path))
-    assert len(steps) == 2
-    for step in steps:
-        assert step == [Message(2, 8.004, 20, 25, 20, 55), Message(1, 4.0, 40, 45, 55, 60)]
+@pytest.mark.parametrize(("threads", "second_began"), [(1, 55), (2, 40)])
+def test_buckets_of_ddp(threads: int, second_began: int, tmp_path: Path) -> None:
+    """A backend with two threads sends two buckets at once."""
+    second = Message(1, 4.0, 40, 45, second_began, 60)
+    steps = read_exchange(a_ddp_run(tmp_path, threads))
+    assert steps == [[Message(2, 8.004, 20, 25, 20, 55), second]] * 2
 
 
-def test_a_backend_with_two_threads_sends_two_buckets_at_once(tmp_path: Path) -> None:
-    step, _ = read_exchange(a_ddp_run(tmp_path, threads=2))
-    assert [message.began for message in step] == [20, 40]
-
-
-def test_what_horovod_fused_is_one_message(tmp_path: Path) -> None:
-    [step] = read_exchange(a_horovod_run(tmp_path))  # the other sent nothing
+def test_gradients_that_horovod_fused_are_one_message(tmp_path: Path) -> None:
+    [step] = read_exchange(a_horovod_run(tmp_path))  # the other step sent nothing
     assert step == [Message(1, 8.0, 10, 10, 12, 22), Message(2, 4.004, 40, 40, 42, 62.004)]
     table, sentence = exchange_lines([step])
     assert [line.split() for line in table.splitlines()[2:]] == [
@@ -129,19 +125,19 @@ def test_damaged_times_are_one_message(tmp_path: Path, damaged: str) -> None:
 
 
 def test_a_step_whose_messages_are_not_all_known_does_not_count(tmp_path: Path) -> None:
-    """As of Horovod's groups, which do not name their tensors."""
+    """Such as of Horovod's groups, which do not name their tensors."""
     path = a_horovod_run(tmp_path) / "profile" / "horovod-timeline.json"
     path.write_text(path.read_text().replace("allreduce.fc", "grouped_allreduce.1"))
     assert read_exchange(tmp_path) == []
 
 
 def test_on_a_gpu_buckets_are_not_noted() -> None:
-    """Its futures are complete as soon as NCCL was asked."""
+    """Their futures are complete as soon as NCCL was called."""
     model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
     assert bucket_hook(a_config(profile_steps=2), model) is None
 
 
-def test_ddp_notes_its_buckets_and_averages_as_without(tmp_path: Path) -> None:
+def test_noting_its_buckets_does_not_change_ddp_s_averages(tmp_path: Path) -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -28,7 +28,7 @@ from recipe.world import read_world
 
 @pytest.fixture
 def met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks have come, wherever that is."""
+    """All ranks have come to the given address."""
     monkeypatch.setenv("MASTER_ADDR", "node7")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(rendezvous, "store_at", lambda *_: dist.HashStore())
@@ -86,7 +86,7 @@ def test_ports_of_a_slurm_step() -> None:
 def test_gloo_takes_the_network_that_was_chosen_for_nccl(
     nccl: str, gloo: str | None, met: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It carries what lies in the CPU's memory; a name alone, no prefix or list, fits it."""
+    """Gloo sends tensors in the CPU's memory. It understands a name, but no prefix or list."""
     monkeypatch.setattr(
         rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": [], "eth0": []}
     )
@@ -99,10 +99,10 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
         monkeypatch.setattr(rendezvous.os, "environ", environ)
         rendezvous_arguments(a_world(1, 4, local_size=2))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
-        # Nor is the loopback taken where a launcher does not say how many are here.
+        # Nor is the loopback used if the launcher does not say how many ranks are here.
         rendezvous_arguments(read_world({"RANK": "1", "WORLD_SIZE": "2"}))
         assert environ.get("GLOO_SOCKET_IFNAME") == chosen.get("GLOO_SOCKET_IFNAME", gloo)
-        rendezvous_arguments(a_world(1, 2))  # all on this host: nobody else reaches its ports
+        rendezvous_arguments(a_world(1, 2))  # all are on this host, and no other needs its ports
         assert environ["GLOO_SOCKET_IFNAME"] == chosen.get("GLOO_SOCKET_IFNAME", gloo or "lo")
 
 
@@ -117,11 +117,11 @@ def test_gloo_takes_the_network_that_was_chosen_for_nccl(
         ("127.0.1.1", {}, "error"),
     ],
 )
-def test_a_host_whose_name_stands_for_loopback(
+def test_a_host_whose_name_resolves_to_loopback(
     own: str, way: dict[str, str], gloo: str | None, met: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Debian's and Ubuntu's /etc/hosts have it; `way`: this host's address on the way to another
-    one."""
+    """As in /etc/hosts of Debian and Ubuntu. `way`: this host's address on the route to another
+    host."""
 
     class Asking(ExitStack):
         def connect(self, address: tuple[str, int]) -> None:
@@ -138,14 +138,14 @@ def test_a_host_whose_name_stands_for_loopback(
     monkeypatch.setattr(rendezvous.socket, "socket", lambda *_: Asking())
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
     world = a_world(1, 4, local_size=2)
-    # Taken out again after the test, whatever is put there in it.
+    # Removed after the test, whatever it is set to.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     rendezvous_arguments(world)
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
     if gloo == "error":
         with pytest.raises(UserError, match=r"127.0.1.1, .*/etc/hosts, .*GLOO_SOCKET_IFNAME"):
             rendezvous_arguments(world)
-        del interfaces["ib0"]  # there is but one way
+        del interfaces["ib0"]  # only one interface is left
         gloo = "eth0"
     rendezvous_arguments(world)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == gloo
@@ -160,7 +160,7 @@ def test_launchers_that_need_no_address() -> None:
 
 
 def test_each_attempt_of_torchrun_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though torchrun has but one, in which killed ranks have left their words; whoever is last."""
+    """Although torchrun has only one, with keys of killed ranks in it; whichever rank is last."""
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -169,13 +169,11 @@ def test_each_attempt_of_torchrun_has_a_store_of_its_own(monkeypatch: pytest.Mon
         agents.set(f"rank {rank}", "of a rank that was killed while it waited")
     for last in (0, 1, 2, 0):
         with ThreadPoolExecutor() as pool:
-            first = [
-                pool.submit(rendezvous_arguments, a_world(one, 3)) for one in {0, 1, 2} - {last}
-            ]
-            time.sleep(0.3)  # they look for it, or wait
-            assert not any(one.done() for one in first if last == 0)
-            found = [pool.submit(rendezvous_arguments, a_world(last, 3)), *first]
-            stores = {one.result()["rank"]: one.result()["store"] for one in found}
+            early = [pool.submit(rendezvous_arguments, a_world(i, 3)) for i in {0, 1, 2} - {last}]
+            time.sleep(0.3)  # they ask, or wait
+            assert not any(answer.done() for answer in early if last == 0)
+            answers = [pool.submit(rendezvous_arguments, a_world(last, 3)), *early]
+            stores = {answer.result()["rank"]: answer.result()["store"] for answer in answers}
         assert not stores[0].check(["key"]), "an earlier attempt's"
         stores[1].set("key", "value")
         assert [stores[rank].get("key") for rank in range(3)] == [b"value"] * 3
@@ -192,16 +190,23 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return port
 
 
+def meet(launcher: str, timeout: timedelta = PATIENCE, **place: int) -> dist.Store:
+    """Let two ranks meet, of which rank 1 comes first; return rank 0's store."""
+    worlds = [a_world(rank, 2, launcher=launcher, **place) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(rendezvous_arguments, worlds[1], timeout=timeout)
+        found = [rendezvous_arguments(worlds[0], timeout=timeout), first.result(60)]
+    assert [arguments["rank"] for arguments in found] == [0, 1]
+    store, other_store = (arguments["store"] for arguments in found)
+    store.set("key", "value")
+    assert other_store.get("key") == b"value"
+    assert store.timeout == other_store.timeout == timeout
+    return store
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
 def test_an_address_that_the_user_gives(launcher: str, port: int) -> None:
-    worlds = [a_world(rank, 2, launcher=launcher) for rank in range(2)]
-    with ThreadPoolExecutor() as pool:
-        late = pool.submit(rendezvous_arguments, worlds[1])
-        found = [rendezvous_arguments(worlds[0]), late.result(60)]
-    assert [one["rank"] for one in found] == [0, 1]
-    found[0]["store"].set("key", "value")
-    assert found[1]["store"].get("key") == b"value"
-    assert all(one["store"].timeout == PATIENCE for one in found)
+    meet(launcher)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +219,7 @@ def test_an_address_that_the_user_gives(launcher: str, port: int) -> None:
 def test_ranks_that_do_not_come(
     here: int, missing: list[int], message: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one waits for them it knows which: after a minute its watch prints that."""
+    """The waiting rank knows which are missing: after a minute its watchdog prints them."""
     told: list[Callable[[], str]] = []
     monkeypatch.setattr(rendezvous.watch, "begin", lambda task, late=str: told.append(late))
     who = f"still waits for rank {', '.join(map(str, missing))} "
@@ -266,8 +271,8 @@ def tell_once(listener: socket.socket, words: bytes) -> None:
 
 
 def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
-    """Who is there may be silent, may be an sshd, or may be the same step of another job. The store
-    is as patient as the process group, which is so for --stall-timeout."""
+    """A server there may be silent, an sshd, or of the same step of another job. The store waits as
+    long as the process group, which depends on --stall-timeout."""
     timeout = ddp.patience(Config(stall_timeout=3600))
     assert timeout > max(PATIENCE, timedelta(seconds=3600))
     words = [b"", b"SSH-2.0-OpenSSH\r\n", b"DDP of job 1.0.0 at 29500\n"]
@@ -275,17 +280,7 @@ def test_slurm_with_ports_that_others_took(step: list[int]) -> None:
         for port, told in zip(step, words, strict=False):
             listener = others.enter_context(socket.create_server(("127.0.0.1", port)))
             Thread(target=tell_once, args=(listener, told), daemon=True).start()
-        # Rank 1 is there first.
-        with ThreadPoolExecutor() as pool:
-            late = pool.submit(
-                rendezvous_arguments, a_world(1, 2, launcher="srun"), timeout=timeout
-            )
-            first = rendezvous_arguments(a_world(0, 2, launcher="srun"), timeout=timeout)
-            second = late.result()
-    assert (first["rank"], second["rank"]) == (0, 1)
-    assert first["store"].timeout == second["store"].timeout == timeout
-    first["store"].set("key", "value")
-    assert second["store"].get("key") == b"value"
+        meet("srun", timeout)
 
 
 def test_slurm_s_store_listens_at_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,14 +289,9 @@ def test_slurm_s_store_listens_at_the_chosen_interface(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(rendezvous, "own_addresses", lambda: {"127.0.0.5": "lo"})
-    worlds = [a_world(rank, 2, local_size=1, launcher="srun") for rank in range(2)]
-    with ThreadPoolExecutor() as pool:
-        late = pool.submit(rendezvous_arguments, worlds[1])
-        first, second = rendezvous_arguments(worlds[0])["store"], late.result()["store"]
-    first.set("key", "value")
-    assert second.get("key") == b"value"
-    listening = [one for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
-    assert [one.laddr.ip for one in listening if one.laddr.port == first.port] == ["127.0.0.5"]
+    store = meet("srun", local_size=1)
+    listening = [here.laddr for here in psutil.net_connections("tcp") if here.status == "LISTEN"]
+    assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.5"]
 
 
 def test_slurm_without_a_free_port(step: list[int]) -> None:
@@ -334,14 +324,15 @@ def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.timeout == PATIENCE
     (sent,) = comm.bcast.call_args.args
     assert sent == ("127.0.0.1", store.port)  # both ranks are on this host
-    listening = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    sockets = psutil.Process().net_connections()
+    listening = [here.laddr for here in sockets if here.status == "LISTEN"]
     assert sent in listening and all(ip == "127.0.0.1" for ip, _ in listening)
     store.set("key", "value")
     assert dist.TCPStore("127.0.0.1", store.port, 2, is_master=False).get("key") == b"value"
 
 
 def test_mpi4py_that_is_missing_or_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was built for another MPI sees a world of one: two copies would train."""
+    """Built for another MPI, it sees a world of one rank: two copies would train."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UserError, match="pip install mpi4py, or start with torchrun"):
         rendezvous_arguments(a_world(0, 2, launcher="mpirun"))
@@ -358,7 +349,9 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: interfaces)
     assert rendezvous._own_address() == socket.gethostname()
     for chosen, expected in (("^docker0,lo", socket.gethostname()), ("eth0", "10.0.0.7")):
-        monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)  # a name, or what only NCCL understands
+        monkeypatch.setenv(
+            "NCCL_SOCKET_IFNAME", chosen
+        )  # a name, or a list that only NCCL understands
         rendezvous.prepare_gloo(a_world(0, 4, local_size=2))
         assert rendezvous._own_address() == expected
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth0")
@@ -370,5 +363,5 @@ def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
         with pytest.raises(UserError, match=f"={given}: .* interface {unknown}; it has eth0, ib0"):
             rendezvous.prepare_gloo(a_world(0, 4, local_size=2))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # as if it were not set, as Gloo sees it
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # counts as not set, as in Gloo
     assert rendezvous._own_address() == socket.gethostname()

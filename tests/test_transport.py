@@ -1,4 +1,4 @@
-"""What carries the gradients, in which number format, and what is said where it cannot be so."""
+"""What carries the gradients, in which number format, and which choices are refused."""
 
 import importlib
 import sys
@@ -15,7 +15,6 @@ from making import CPU, a_config, a_world
 from torch import nn
 
 from ddp_train.rendezvous import choose_transport
-from recipe.device import choose_device
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
@@ -27,7 +26,7 @@ GPU = torch.device("cuda", 0)
 
 
 def mpi(monkeypatch: pytest.MonkeyPatch, level: int, size: int = 2) -> None:
-    """An MPI that gives this level of threads; the backend, which needs a real one, is left out."""
+    """Stand in for an MPI with this level of thread support, and for the backend that needs it."""
     module = SimpleNamespace(
         COMM_WORLD=SimpleNamespace(size=size),
         THREAD_MULTIPLE=3,
@@ -81,14 +80,9 @@ def test_ddp_over_mpi_is_refused(
         choose_transport(a_config(transport="mpi"), a_world(1, 2, launcher=launcher), device)
 
 
-def test_nccl_without_a_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--transport nccl: .* on the CPU; use gloo or mpi"):
-        choose_device(a_config(transport="nccl", cuda=False), a_world())
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """horovod_train.engine with a Horovod that says of itself what a test has it say."""
+    """horovod_train.engine with a stand-in for Horovod, whose properties a test chooses."""
     compression = SimpleNamespace(none=None, fp16=None)
     hvd = SimpleNamespace(
         size=lambda: 2, nccl_built=lambda: 0, cuda_built=lambda: False, Compression=compression
@@ -203,10 +197,7 @@ def test_transport_of_horovod_is_refused(
     config = a_config(transport=wanted, use_adasum="adasum" in horovod)
     if horovod.pop("half", False):
         config = replace(config, precision="O3", batch_norm="sync")
-    world, module = (
-        a_world(1, 2, launcher=launcher),
-        engine(**horovod),
-    )
+    world, module = a_world(1, 2, launcher=launcher), engine(**horovod)
     with pytest.raises(UserError, match=said):
         module.prepare(config, world)
         module.check_transport(config, world, device)
@@ -215,7 +206,7 @@ def test_transport_of_horovod_is_refused(
 @pytest.mark.parametrize(
     ("asleep", "device", "sleeps"), [(True, CPU, 2), (False, CPU, 0), (True, GPU, 0)]
 )
-def test_horovods_wait_is_asleep_on_a_cpu_unless_it_is_to_be_horovods_own(
+def test_on_a_cpu_waiting_for_horovod_sleeps_unless_turned_off(
     asleep: bool, device: torch.device, sleeps: int, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, clock, looks = engine(), Mock(), iter([False, False, True])
@@ -228,7 +219,7 @@ def test_horovods_wait_is_asleep_on_a_cpu_unless_it_is_to_be_horovods_own(
     own.assert_called_once()
 
 
-# Tells at the end of the trial whether Horovod was asked if a gradient is there.
+# Prints at the end of the trial whether Horovod was asked if a gradient is there.
 POLLS = """
 from types import SimpleNamespace
 from recipe.training import wire_trial
@@ -356,15 +347,15 @@ def test_the_faster_format_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(torch.equal(before[name], value) for name, value in MODEL.state_dict().items())
     assert all(parameter.grad is None for parameter in MODEL.parameters())
     assert chosen.wire_format == "fp16" and chosen.batches_per_allreduce == 3
-    assert [one.wire_format for one in distributed] == list(WIRE_FORMATS)
-    assert all(one.batches_per_allreduce == 1 for one in distributed)
+    assert [config.wire_format for config in distributed] == list(WIRE_FORMATS)
+    assert all(config.batches_per_allreduce == 1 for config in distributed)
     assert settle(slow="fp16")[0].wire_format == "fp32"
     lines = capsys.readouterr().out.splitlines()
     assert [line[:17] for line in lines] == ["wire format: fp16", "wire format: fp32"]
 
 
 def test_each_step_of_the_trial_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow network the whole of it takes longer than --stall-timeout."""
+    """On a slow network the whole trial may take longer than --stall-timeout."""
     heartbeat = Mock()
     monkeypatch.setattr(wire_trial, "heartbeat", heartbeat)
     settle(slow="fp32")
@@ -405,13 +396,13 @@ def test_close_formats_are_measured_longer() -> None:
 
 
 def test_each_format_is_known_to_both_engines() -> None:
-    """One that is in the table alone would be an error at once, not fp32 in silence."""
+    """A format that is only in the table would be an error, not silently fp32."""
     from ddp_train.buckets import HOOKS
     from horovod_train.engine import COMPRESSION
 
     assert set(get_args(WireFormat)) == WIRE_FORMATS.keys() == HOOKS.keys() == COMPRESSION.keys()
-    for one in WIRE_FORMATS.values():
-        dtype = getattr(torch, one.dtype)
-        assert one.bytes == torch.empty(0, dtype=dtype).element_size()
-        exact = torch.tensor([one.exact_integers, one.exact_integers + 1]).to(dtype).long()
-        assert exact.tolist() == [one.exact_integers, one.exact_integers]
+    for wire in WIRE_FORMATS.values():
+        dtype = getattr(torch, wire.dtype)
+        assert wire.bytes == torch.empty(0, dtype=dtype).element_size()
+        exact = torch.tensor([wire.exact_integers, wire.exact_integers + 1]).to(dtype).long()
+        assert exact.tolist() == [wire.exact_integers, wire.exact_integers]
