@@ -357,6 +357,7 @@ def test_refusal_is_one_line_and_exit_code_2(
             "--opt-level O2 -b 128 --base-lr 0.05 --data synthetic",
         ),
         ("-b 4 --dali_cpu /images", "-b 4 --data /images"),  # not a value of what is not known
+        ("--data=/i --dali_cpu /images", "--data=/i"),  # the images' folder is given
         ("--foo 3 --prof -b 4", "-b 4"),
         (  # mistyped
             "--batchsize 7 --epoch=3 --warm-up-epochs 1 --no-cude --xyz 5 --channels-last False",

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from recipe.settings.flags import FLAG_NAMES, Config
+from recipe.settings.flags import FLAG_NAMES, Config, given_flags
 
 LAUNCHER = "the launcher sets it (docs/launching.md)"
 
@@ -102,25 +102,26 @@ def in_our_words(
     advice on each of these. `unknown` has the order of `words`; `config` has the settings that the
     other words give."""
     corrected, lines = list[str](), list[str]()
-    left, strange = list(words), list(unknown)
+    left, unknown_left = list(words), list(unknown)
     while left:
-        word = left.pop(0)
-        if [word] != strange[:1]:
+        word = shown = left.pop(0)
+        if not unknown_left or word != unknown_left[0]:
             corrected.append(word)
             continue
-        name, equals, value = strange.pop(0).partition("=")
-        flag = _flag(name)
-        advice = OTHERS_FLAGS.get(flag) or _nearest(flag)
-        # The word after an unknown flag may be its value or the folder of the images.
-        is_open = advice is UNKNOWN and left and (len(left) == 1 or "/" in left[0])
-        if not flag.startswith("-"):
+        del unknown_left[0]
+        flag, equals, value = word.partition("=")
+        flag = _flag(flag)
+        if flag.startswith("-"):
+            advice = OTHERS_FLAGS.get(flag) or _nearest(flag)
+            if not equals and _is_value_next(advice, left, unknown_left):
+                value = left.pop(0)
+                del unknown_left[0]
+                shown = f"{word} {value}"
+            advice = OTHERS_FLAGS.get(f"{flag} {value}", advice)
+            if flag == "--lr" and config.opt_level is not None:
+                advice = APEX_RATE
+        else:
             value, advice = word, _alone(word, corrected)
-        elif advice.takes_value and not equals and not is_open and left[:1] == strange[:1] != []:
-            value = "" if left[0].startswith("--") else left.pop(0)
-            del strange[: bool(value)]
-        advice = OTHERS_FLAGS.get(f"{flag} {value}", advice)
-        if flag == "--lr" and "--opt-level" in words:
-            advice = APEX_RATE
         values = _values(value, config, world_size)
         our_flag = advice.words.partition(" ")[0]
         if our_flag and our_flag in corrected:  # if a flag is given twice, the last one counts
@@ -130,9 +131,17 @@ def in_our_words(
         corrected += shlex.split(instead)
         remedy = f"write {instead}" if instead else "leave it out"
         reason = f"; {advice.why.format(**values)}" if advice.why else ""
-        shown = word if equals or word == value else f"{word} {value}".strip()
         lines.append(f"{shown}: {remedy}{reason}")
     return corrected, lines
+
+
+def _is_value_next(advice: Advice, left: list[str], unknown_left: list[str]) -> bool:
+    """Return whether the next word is the value of the unknown flag before it, on which there is
+    this advice. After a flag of no trainer, a path or the last word is the folder of the images."""
+    if not advice.takes_value or not left or left[:1] != unknown_left[:1]:
+        return False
+    is_folder = advice is UNKNOWN and (len(left) == 1 or "/" in left[0])
+    return not is_folder and not left[0].startswith("--")
 
 
 def with_open_numbers(line: Sequence[str], unknown: Sequence[str], world_size: int) -> list[str]:
@@ -178,5 +187,5 @@ def _alone(word: str, before: list[str]) -> Advice:
         if word.lower() == "false":
             before[-1] = switch.replace("--", "--no-", 1)
         return Advice(why=f"{switch} takes no value, and --no-{switch[2:]} turns it off")
-    is_folder = not {"--data", "--train-dir"} & set(before)
-    return Advice("--data {value}" if is_folder else "", "it belongs to no flag")
+    has_folder = not {"data", "train_dir"}.isdisjoint(given_flags(before))
+    return Advice("" if has_folder else "--data {value}", "it belongs to no flag")
