@@ -38,9 +38,6 @@ WRITES: list[Future[None]] = []
 # Set when this rank ends because of an error: a signal then comes from the launcher, which has seen
 # another rank end.
 FAILING = threading.Event()
-# An environment variable: set for a rank whose watcher (recipe/rank_forker.py) replaces it when
-# another rank is lost.
-OWN_RANK = "TRAINED_UNDER_WATCH"
 # A signal asked the run to end, and it has saved a checkpoint: EX_TEMPFAIL of sysexits.h, after
 # which a caller may start it again.
 EXIT_SAVED = 75
@@ -303,7 +300,7 @@ def one_message(world: World) -> Iterator[None]:
         is_lost = not reason and is_lost_peer(error)
         if is_lost:
             marks.is_leaving = True
-            if OWN_RANK in os.environ and marks.has_made_step and world.local_size < world.size:
+            if marks.is_watched and marks.has_made_step and world.local_size < world.size:
                 leave(EXIT_LOST_PEER)  # the lost rank's watcher may be lost with its host
             _wait(LOST_PEER_DELAY_S)
         message = f"error: {reason}" if reason else traceback.format_exc()

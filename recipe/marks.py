@@ -8,9 +8,11 @@ import mmap
 
 
 class Marks(ctypes.Structure):
-    """A rank's marks since its start, all 0 at first. The watcher writes `is_asked`."""
+    """A rank's marks since its start, all 0 at first. The watcher writes `is_watched` and
+    `is_asked`."""
 
     _fields_ = (
+        ("is_watched", ctypes.c_bool),  # a watcher replaces it when another rank is lost
         ("has_made_step", ctypes.c_bool),
         ("batch_s", ctypes.c_double),  # the longest of the last batches
         ("is_writing", ctypes.c_bool),  # a checkpoint

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import NoReturn
 
-from recipe.errors import EXIT_LOST_PEER, OWN_RANK
+from recipe.errors import EXIT_LOST_PEER
 from recipe.marks import marks
 from recipe.watch import SIGNALS
 from recipe.world import FINISH_S
@@ -57,13 +57,13 @@ class RankForker:
         is to train itself: True."""
         self.starts = 1 if marks.has_made_step else self.starts + 1
         marks.clear()
+        marks.is_watched = True  # also if it cannot fork: all ranks must resume alike
         until = time.monotonic() + ENDED_S
         while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
             time.sleep(POLL_S)
         if threads > 1 or sys.modules["torch"].cuda.is_initialized():
             warning = f"warning: process {os.getpid()} cannot fork its rank: nothing replaces it"
             print(warning, file=sys.stderr, flush=True)
-            os.environ[OWN_RANK] = "1"  # as in all other ranks, which must resume alike
             return True
         sys.stdout.flush()
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -75,7 +75,6 @@ class RankForker:
             if os.getppid() != parent:
                 os._exit(1)
             os.setsid()  # signals to this process's group do not reach it and its loader workers
-            os.environ[OWN_RANK] = "1"
         for number in handled:
             signal.signal(number, signal.SIG_DFL if self.rank == 0 else self._pass_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)

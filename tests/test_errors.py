@@ -293,7 +293,7 @@ def test_a_rank_under_watch_speaks_unless_another_was_lost(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(errors.OWN_RANK, "1")
+    monkeypatch.setattr(errors.marks, "is_watched", True)
     monkeypatch.setattr(errors.marks, "is_asked", is_asked)
     assert code_of(raising(error)) == EXIT_LOST_PEER
     assert (type(error).__name__ in capsys.readouterr().err) != is_asked

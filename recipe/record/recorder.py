@@ -29,8 +29,9 @@ import numpy as np
 from recipe.data.batches import Data
 from recipe.data.image_folder import Listing
 from recipe.data.order import samples_per_step
-from recipe.errors import OWN_RANK, UserError
+from recipe.errors import UserError
 from recipe.files import replace_file, write_json
+from recipe.marks import marks
 from recipe.record.console import Console
 from recipe.record.folder import (
     STOP_FILE,
@@ -186,7 +187,7 @@ class Recorder:
             self.say(f"{'weights of' if config.evaluate else 'resuming after'} step {step}")
         # A rank was lost before the ranks had exchanged their parts of the figures.
         lost = f"no figures of steps {recorded + 1} to {step}: a rank was lost"
-        reason = lost if OWN_RANK in os.environ and recorded < step else None
+        reason = lost if marks.is_watched and recorded < step else None
         self.event("resume" if step else "start", resumed_from=config.resume, reason=reason)
 
     def _introduce(self) -> None:

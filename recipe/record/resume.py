@@ -3,7 +3,6 @@
 import errno
 import io
 import math
-import os
 import shutil
 import zipfile
 from contextlib import nullcontext
@@ -16,7 +15,8 @@ import torch
 from msgspec import convert
 
 from recipe.data.batches import Data
-from recipe.errors import OWN_RANK, UserError
+from recipe.errors import UserError
+from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     FORMAT,
@@ -61,7 +61,7 @@ def resume(
         try:
             if world.is_first:
                 path = find_checkpoint(config, run_folder)
-            if OWN_RANK in os.environ:
+            if marks.is_watched:
                 steps = [
                     int(kept_state.step) if kept_state else 0,
                     step_in_name(path) if path else 0,

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 import tyro
 from tyro.conf import arg
 
-from recipe.errors import OWN_RANK, UserError, fail, near_match, refuse
+from recipe.errors import UserError, fail, near_match, refuse
+from recipe.marks import marks
 from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, given_flags, spelled
 from recipe.settings.other_trainers import in_our_words, is_others, with_open_numbers
 from recipe.settings.presets import PRESETS, preset, table
@@ -40,7 +41,7 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
         fail(world, f"error: {error}", exit_code=2)
     except SystemExit as ended:  # tyro has printed --help, or what is wrong with the flags
         fail(world, "", exit_code=int(ended.code or 0))
-    if world.is_first and OWN_RANK not in os.environ:  # else the watcher has printed them
+    if world.is_first and not marks.is_watched:  # else the watcher has printed them
         unscaled = rate_of_another_batch(config, base, argv)
         for line in [*without_effect(config, base, engine, world.size), *unscaled]:
             print(f"warning: {line}", file=sys.stderr)
