@@ -155,7 +155,7 @@ def limit_reached(error: BaseException) -> str:
         if limit == resource.RLIMIT_NPROC:
             whose = f"processes and threads {OF_CONTAINER.format('pids.max')}"
             limits += [(number, whose) for number in _of_groups("pids", "pids.max")]
-        known = [one for one in limits if one[0] != resource.RLIM_INFINITY]
+        known = [limit for limit in limits if limit[0] != resource.RLIM_INFINITY]
         if re.search(signs, text) and known:
             number, what = min(known)
             return (
@@ -186,7 +186,7 @@ def memory_limit() -> str:
     limits += [(resource.getrlimit(resource.RLIMIT_AS)[0], "of a process (ulimit -v)")]
     for name in ("memory.max", "memory.limit_in_bytes"):
         limits += [(number, OF_CONTAINER.format(name)) for number in _of_groups("memory", name)]
-    number, whose = min(one for one in limits if one[0] != resource.RLIM_INFINITY)
+    number, whose = min(limit for limit in limits if limit[0] != resource.RLIM_INFINITY)
     return f"{number / 2**30:.3g} GiB {whose}"
 
 

@@ -158,12 +158,12 @@ def half_a_place(environ: Mapping[str, str] = os.environ) -> str:
     a size of 1, fits a process that is alone."""
     for launcher in LAUNCHERS.values():
         rank, size = launcher.variables[:2]
-        for name, other, least in ((rank, size, 1), (size, rank, 2)):
+        for name, missing, least in ((rank, size, 1), (size, rank, 2)):
             text = environ.get(name, "")
             if text.isdecimal() and int(text) >= least:
                 return (
-                    f"{name}={text}: {other} is not set, so this process would train alone; start "
-                    f"it with a launcher, which sets both, or unset {name}"
+                    f"{name}={text}: {missing} is not set, so this process would train alone; "
+                    f"start it with a launcher, which sets both, or unset {name}"
                 )
     return ""
 

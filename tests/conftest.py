@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if folder := config.option.skipped_in:
         lines = [line for file in Path(folder).glob("*.jsonl") for line in file.open()]
         outcomes = [json.loads(line) for line in lines]
-        skipped = {one["test"] for one in outcomes if one["outcome"] == "skipped"}
+        skipped = {outcome["test"] for outcome in outcomes if outcome["outcome"] == "skipped"}
         config.hook.pytest_deselected(items=[x for x in items if x.nodeid not in skipped])
         items[:] = [x for x in items if x.nodeid in skipped]
 

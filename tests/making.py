@@ -114,7 +114,7 @@ def in_ranks(size: int, run: Callable[[int, Callable], Any]) -> list[Any]:
         def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
             given[rank] = values
             meeting.wait()
-            forms = {(one.shape, one.dtype) for one in given.values()}
+            forms = {(tensor.shape, tensor.dtype) for tensor in given.values()}
             assert len(forms) == 1, "engines hang, or worse"
             assert values.dtype.itemsize > 1, "Horovod adds up no bytes"
             ordered = [given[rank] for rank in range(size)]

@@ -69,7 +69,7 @@ def what_failed(halves: "list[Half]") -> list[str]:
     lines = list[str]()
     for half in halves:
         failed = half.outcomes("failed", "error")
-        lines += [f"{one['outcome'].upper()} {one['test']} - {one['why']}" for one in failed]
+        lines += [f"{test['outcome'].upper()} {test['test']} - {test['why']}" for test in failed]
         code = half.process.returncode
         if failed or code not in (PASSED, NONE_SELECTED):
             log = os.path.relpath(half.log)
@@ -81,7 +81,7 @@ def what_failed(halves: "list[Half]") -> list[str]:
 
 def what_was_skipped(halves: "list[Half]") -> list[str]:
     """Lines: how many tests, for want of what."""
-    reasons = Counter(one["why"] for half in halves for one in half.outcomes("skipped"))
+    reasons = Counter(outcome["why"] for half in halves for outcome in half.outcomes("skipped"))
     lines = [f"  {number:3} {reason}" for reason, number in reasons.most_common()]
     return ["== what was skipped", *(lines or ["  nothing"])]
 

@@ -180,8 +180,8 @@ def test_each_plan_is_valid_and_starts_what_is_there(path: Path, monkeypatch) ->
     assert plan.question and plan.goals and plan.pairs()
     page = (ROOT / "docs/performance.md").read_text()
     assert f"`{path.stem}`" in page
-    for one in plan.in_order(1, "", plan.groups()[0][1]):
-        words = one.command(Path("/f"))
+    for planned in plan.in_order(1, "", plan.groups()[0][1]):
+        words = planned.command(Path("/f"))
         assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
         assert not any("{" in word for word in words)
         launcher = {"torchrun": "ddp-torchrun", "mpirun": "ddp-mpi"}.get(words[1])
@@ -200,7 +200,7 @@ def test_flags_and_folder_of_a_side() -> None:
     plan = make_plan(parse_options([*words, "--", "--lr", "1"], ""))
     assert (plan.goals, plan.pairs(), plan.rounds) == ({"a:b": 0.9}, [("a", "b")], 3)
     assert (plan.steps, plan.warm_up_steps) == (7, 9)
-    (side,) = [one for one in plan.in_order(1, "", 0) if one.side == "a"]
+    (side,) = [planned for planned in plan.in_order(1, "", 0) if planned.side == "a"]
     assert side.command(Path("/f")) == ["env", "X=1", "python", "a.py", "--lr", "1", "--to", "/f"]
 
 

@@ -1,5 +1,5 @@
-"""Checks of a machine, one thing broken at a time: what the doctor says of hosts, and run.py before
-a comparison."""
+"""Checks of a machine, with one problem at a time: the doctor's findings, and run.py's warnings
+before a comparison."""
 
 import json
 import os
@@ -55,22 +55,22 @@ def sound_machine(monkeypatch, tmp_path):
 
 def wrong() -> list[Finding]:
     """What the checks of this host find wrong."""
-    return [one for one in check_host() if one.status != "ok"]
+    return [finding for finding in check_host() if finding.status != "ok"]
 
 
-def test_of_a_sound_host_nothing_is_wrong():
+def test_a_sound_host_has_no_problem():
     assert wrong() == []
-    text = " ".join(one.found for one in check_host())
+    text = " ".join(finding.found for finding in check_host())
     for words in ("2.14.1", "0.28.1, built with MPI, Gloo", "Open MPI 4.1.8", "10.0.0.1"):
         assert words in text
 
 
 def test_number_formats_that_a_cpu_emulates(monkeypatch):
-    """Nearly all emulate fp16, for which nobody is warned; and a GPU may compute instead."""
+    """Nearly all emulate fp16: only bf16 is a warning, and none on a host with a GPU."""
     facts = TORCH | {"slow formats": {"fp16": "avx512_fp16"}}
     monkeypatch.setattr(checks, "torch_facts", lambda: facts)
     assert wrong() == []
-    assert "fp16 is slow, for it lacks avx512_fp16" in [one.found for one in check_host()]
+    assert "fp16 is slow, for it lacks avx512_fp16" in [finding.found for finding in check_host()]
     facts["slow formats"]["bf16"] = "avx512_bf16 and amx_bf16"
     (found,) = wrong()
     assert (found.subject, found.status) == ("CPU formats", "warning")
@@ -92,9 +92,7 @@ def test_number_formats_that_a_cpu_emulates(monkeypatch):
         ("addresses", {"eth0": "10.0.0.1/24"}, "own name", "failed", "/etc/hosts"),
     ],
 )
-def test_each_thing_that_is_broken_is_told_with_its_remedy(
-    broken, value, subject, status, remedy, monkeypatch
-):
+def test_each_problem_is_found_with_its_remedy(broken, value, subject, status, remedy, monkeypatch):
     place = broken if "." in broken else f"compare.running.checks.{broken}"
     monkeypatch.setattr(place, lambda *_: value)
     (found,) = wrong()
@@ -154,7 +152,7 @@ PROCESSES = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
     [
         ({}, "", ""),
         ({"CurrentClocksEventReasons": 0x2 | 0x10}, "", ""),  # clocks that were set
-        (dict.fromkeys(IDLE_GPU), "", ""),  # it answers nothing
+        (dict.fromkeys(IDLE_GPU), "", ""),  # it reports nothing
         ({"ComputeRunningProcesses": [SimpleNamespace(pid=os.getpid())]}, "", ""),
         ({"ComputeRunningProcesses": PROCESSES}, *["used by process 7, 8"] * 2),
         ({"CurrentClocksEventReasons": 0x44}, *["slowed by its power limit, heat"] * 2),
@@ -163,7 +161,7 @@ PROCESSES = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
         ({"ComputeMode": 2}, "mode 2 admits 0 of 1 worker", "mode 2 admits 0 of 4 workers"),
     ],
 )
-def test_gpus_that_are_not_left_alone(facts, alone, of_four, monkeypatch):
+def test_gpus_that_others_use_or_that_are_slowed(facts, alone, of_four, monkeypatch):
     monkeypatch.setattr(checks, "gpu_facts", lambda: [IDLE_GPU, IDLE_GPU | facts])
     for sides, told in ((1, alone), (4, of_four)):
         found = checks.check_gpu_state(sides)
@@ -172,7 +170,7 @@ def test_gpus_that_are_not_left_alone(facts, alone, of_four, monkeypatch):
         assert bool(found.remedy) == bool(told) and "GPU 0 " not in found.found
 
 
-def test_mps_is_told(monkeypatch):
+def test_mps_is_found(monkeypatch):
     server = SimpleNamespace(info={"name": "nvidia-cuda-mps-control"})
     monkeypatch.setattr(psutil, "process_iter", lambda fields: [server])
     (found,) = wrong()
@@ -193,7 +191,7 @@ def test_a_clock_that_follows_the_load(tmp_path):
 
 
 def warnings(*words: str, folder: Path = Path("not/there/yet")) -> str:
-    """What is said of the plan of these words."""
+    """The warnings about the plan of these words."""
     return "\n".join(checks.find_warnings(make_plan(parse_options(list(words), "")), folder))
 
 
@@ -233,7 +231,7 @@ def test_cores_and_threads(words, told):
     assert told in said and len(said.splitlines()) == bool(told)
 
 
-def test_a_threads_variable_of_the_shell_that_reaches_no_run(monkeypatch):
+def test_a_threads_variable_of_the_shell_does_not_reach_the_runs(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert "OMP_NUM_THREADS of your shell 8" in warnings()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # what every worker has anyway
@@ -247,7 +245,7 @@ def test_gpus(monkeypatch):
     alone = ("--configurations", "ddp-torchrun")
     for words in (("--", "--no-cuda"), ("--", "--no_cuda"), ("--workers", "1", *alone)):
         assert warnings(*words) == ""
-    assert asked == []  # which takes seconds
+    assert asked == []  # it would take seconds
     assert "2 workers on this machine, which has 1 visible GPU." in warnings(*alone)
     assert "build_horovod.py --nccl" in warnings("--workers", "1")
     monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD | {"NCCL": True})
@@ -281,8 +279,8 @@ def report(**addresses: str) -> HostReport:
 def test_hosts_must_agree(name: str) -> None:
     same = {"a": report(), "b": report()}
     assert (agreement(same).status, agreement(same).found) == ("ok", "equal on 2 hosts")
-    other = HostReport([], VERSIONS | {name: "another"})
-    found = agreement({**same, "c": other})
+    different = HostReport([], VERSIONS | {name: "another"})
+    found = agreement({**same, "c": different})
     assert found.status == "failed"
     assert found.found == f"{name} is {VERSIONS[name]} on a, {VERSIONS[name]} on b, another on c"
 
@@ -307,7 +305,7 @@ def test_networks_that_hosts_have_in_common() -> None:
         assert "--network-interface" in found.remedy
 
 
-# What a host answers, without a look at it.
+# A host that answers without being examined.
 ANSWERS = """
 from compare import doctor
 doctor.report_host = lambda name, data, port: {"port": port}
@@ -315,8 +313,8 @@ doctor.listen("a", None)
 """
 
 
-def test_connections_that_fail_are_told() -> None:
-    """Both hosts are this one. `b` listens nowhere, and has another name than it thinks."""
+def test_connections_that_fail_are_found() -> None:
+    """Both hosts are this one. `b` listens nowhere, and its name resolves to another address."""
     words, pipe = [sys.executable, "-c", ANSWERS], subprocess.PIPE
     answering = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
     with answering as a, socket.create_server(("127.0.0.2", 0)) as open_port:
@@ -332,7 +330,7 @@ def test_connections_that_fail_are_told() -> None:
         assert connection_problems(networks, {"a": a})[OWN_NAME] == ["a answers no longer"]
     assert problems == {"10.0.0.0/24": [], OWN_NAME: ["a -> b (127.0.0.3): Connection refused"]}
     found = network_findings({"a": report()}, problems, None)
-    assert [one.status for one in found] == ["ok", "ok", "warning"]
+    assert [finding.status for finding in found] == ["ok", "ok", "warning"]
     assert "/etc/hosts" in found[-1].remedy and problems[OWN_NAME][0] in found[-1].found
     problems["10.0.0.0/24"] = ["a -> b: no route"] * 5
     _, failed, _ = network_findings({"a": report()}, problems, None)

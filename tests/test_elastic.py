@@ -1,4 +1,4 @@
-"""horovodrun --host-discovery-script: hosts come and go, ranks die, and the run goes on."""
+"""With horovodrun --host-discovery-script a run continues when hosts come and go, or ranks die."""
 
 import os
 import pickle
@@ -56,8 +56,8 @@ def ranks_below(launcher: subprocess.Popen) -> dict[int, psutil.Process]:
 def train_until_stopped(
     folder: Path, slots: str, flags: str, meanwhile: Callable[[subprocess.Popen, Path], None]
 ) -> list[dict[str, Any]]:
-    """The steps of a run in which this happens after 20 steps, and which is asked to stop in its
-    second epoch: without a gap in the stream of images, and none twice."""
+    """The steps of a run in which `meanwhile` is called after 20 steps, and which is asked to stop
+    in its second epoch. Checks that its stream of images has no gap, and none of them twice."""
     write_slots(folder, slots)
 
     def happen(launcher: subprocess.Popen) -> None:
@@ -76,7 +76,7 @@ def train_until_stopped(
 
 
 def kill_then_change_hosts(launcher: subprocess.Popen, folder: Path) -> None:
-    """Two ranks, of which one is killed, then one, then three."""
+    """Kill one of two ranks; then allow one rank, then three."""
     ranks_below(launcher)[1].kill()
     wait_until(lambda: len(resumed_at(folder)) == 1)
     for number in (1, 3):
@@ -85,13 +85,13 @@ def kill_then_change_hosts(launcher: subprocess.Popen, folder: Path) -> None:
 
 
 def lose_host(launcher: subprocess.Popen, folder: Path) -> None:
-    """Horovod takes it out of the job."""
+    """End a rank's watcher: Horovod removes its host from the job."""
     ranks_below(launcher)[1].parent().kill()
     wait_until(lambda: images_of(steps_in(folder)[-1]) == 12)
 
 
 def freeze_rank(launcher: subprocess.Popen, folder: Path) -> None:
-    """It ends with the others."""
+    """Stop a rank: it ends with the others."""
     ranks_below(launcher)[1].suspend()
     wait_until(lambda: resumed_at(folder) and len(steps_in(folder)) > resumed_at(folder)[-1])
 
@@ -126,7 +126,7 @@ def test_ranks_are_lost_and_hosts_change(
         ("--data /nowhere", "error: /nowhere/train: no such folder"),
     ],
 )
-def test_an_error_ends_all_of_it(flags: str, said: str, tmp_path: Path) -> None:
+def test_an_error_ends_all_ranks(flags: str, said: str, tmp_path: Path) -> None:
     write_slots(tmp_path, "localhost:2")
     finished = run(command(tmp_path, flags))
     assert finished.returncode != 0 and finished.output.count(said) == 1, finished.output
@@ -134,7 +134,7 @@ def test_an_error_ends_all_of_it(flags: str, said: str, tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     write_slots(tmp_path, "localhost:2")
 
     def interrupt(launcher: subprocess.Popen) -> None:
@@ -157,7 +157,7 @@ def announcements() -> Iterator[Announcements]:
 
 
 class Bomb:
-    """What does harm as it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -166,8 +166,8 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-def test_what_the_driver_announces_is_heard(announcements: Announcements) -> None:
-    """By Horovod's own client, as the driver makes it of what it was told."""
+def test_the_driver_s_announcements_arrive(announcements: Announcements) -> None:
+    """Through Horovod's own client, made as the driver makes it."""
     from horovod.runner.common.util.codec import loads_base64
     from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationClient
 
@@ -180,7 +180,7 @@ def test_what_the_driver_announces_is_heard(announcements: Announcements) -> Non
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
-def test_nothing_that_comes_is_unpickled(
+def test_received_messages_are_not_unpickled(
     is_signed: bool, announcements: Announcements, tmp_path: Path
 ) -> None:
     from horovod.runner.common.util.secret import compute_digest
@@ -194,23 +194,23 @@ def test_nothing_that_comes_is_unpickled(
 
 
 def kill_ranks_of_torchrun(times: int, folder: Path) -> Callable[[subprocess.Popen], None]:
-    """The ranks of DDP in turn, each some steps after the last loss."""
+    """Kill DDP's ranks in turn, each some steps after the last loss."""
 
     def kill(launcher: subprocess.Popen) -> None:
         wait_until(lambda: steps_in(folder))
         for number in range(times):
             wait_until(lambda: len(steps_in(folder)) > sum(resumed_at(folder)[-1:]) + 3)
             watcher = psutil.Process(launcher.pid).children()[number % 2]
-            # Its rank's words are its own, unlike those of what multiprocessing starts.
+            # Its rank has the same command line, unlike the processes of multiprocessing.
             words = watcher.cmdline()
-            next(one for one in watcher.children() if one.cmdline() == words).kill()
+            next(child for child in watcher.children() if child.cmdline() == words).kill()
             wait_until(lambda n=number: len(resumed_at(folder)) > n or launcher.poll() is not None)
 
     return kill
 
 
 @pytest.mark.launch
-def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) -> None:
+def test_torchrun_ends_after_a_loss_when_the_restarts_are_used_up(tmp_path: Path) -> None:
     launcher = words_of("torchrun --max-restarts", TRAINERS["ddp"])
     launcher[launcher.index("--max-restarts") + 1] = "2"
     place = f"--log-dir {tmp_path} --name run --resume auto --log-interval 1"  # no checkpoint
@@ -221,11 +221,11 @@ def test_torchrun_hears_of_a_loss_when_the_restarts_are_used_up(tmp_path: Path) 
     assert finished.returncode != 0
     assert finished.output.count("resuming after step") == 2, finished.output
     assert finished.output.count("warning: --num-groups has no effect") == 1  # by the watcher alone
-    # The ranks' memory was all there was of it.
+    # The state had only been in the ranks' memory.
     assert step_path(folder / "checkpoints", resumed_at(folder)[0]).exists()
 
 
-def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:
+def test_batch_norm_s_statistics_of_three_steps_are_kept(tmp_path: Path) -> None:
     with (tmp_path / "state").open("w+b") as state, (tmp_path / "notes").open("w+b") as notes:
         files = state.fileno(), notes.fileno()
         model, another = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
@@ -249,7 +249,7 @@ def test_ranks_leave_their_statistics_of_three_steps(tmp_path: Path) -> None:
         assert not earlier.step
 
 
-# A forker in a process of its own, with a rank for each way in which one starts and ends.
+# A forker in a process of its own, which starts a rank for each way of ending.
 FORKER = """
 import os, signal, sys, threading, time
 from recipe import rank_forker as module
@@ -295,7 +295,7 @@ ENDS = [
     ("exit", (3, False)),
     ("kill", LOST),
     ("kill after a step", LOST),
-    # Of itself, as long as no other rank's watcher tells of a loss.
+    # Its own error, as long as no other rank's watcher reports a loss.
     ("seems lost", (76, False)),
     ("lost after a step", (76, True)),
     # What kills it before its first step may kill it again and again.
@@ -303,7 +303,7 @@ ENDS = [
     ("kill", LOST),
     ("kill", (KILLED, False)),
     ("kill after a step", LOST),
-    # Nothing waits for it any more.
+    # Complete: no other rank waits for it.
     ("kill after a step, complete", (KILLED, False)),
     ("hang", LOST),
     # These take longer than the notice, but are not killed.
@@ -327,7 +327,7 @@ def test_a_forker_starts_ranks_and_knows_how_they_end(tmp_path: Path) -> None:
 
 
 def test_no_watcher_replaces_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them may be lost, and its watchers with it."""
+    """A host may be lost with its watchers."""
     started: list[str] = []
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

@@ -180,7 +180,7 @@ def test_summary() -> None:
         "peak_memory_bytes": 3000,  # the hungriest rank's
         "top1": 50.0,
         "best_top1": 50.0,
-        "ranks": [asdict(one.rank) for one in used],
+        "ranks": [asdict(usage.rank) for usage in used],
         "input": {
             "images_per_second": 200 / 50,
             "files_per_second": 80 / 50,

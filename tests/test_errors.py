@@ -34,19 +34,19 @@ from recipe.files import control_groups
 
 @pytest.fixture(autouse=True)
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long was waited, without waiting; and os._exit raises SystemExit."""
+    """Record waits instead of waiting; os._exit raises SystemExit."""
     waits: list[float] = []
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(errors.time, "sleep", waits.append)
-    # The tests that run beside this one are other jobs.
+    # Tests that run at the same time count as other jobs.
     monkeypatch.setenv("SLURM_JOB_ID", f"test-{os.getpid()}-{time.time_ns()}")
     return waits
 
 
-def test_a_rank_without_a_free_descriptor_speaks(
+def test_a_rank_without_a_free_descriptor_prints_its_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Better twice than never."""
+    """Without the lock, two ranks may print the same error; better than none."""
 
     def none_is_free(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -56,12 +56,12 @@ def test_a_rank_without_a_free_descriptor_speaks(
     assert capsys.readouterr().err == "error: alas\n"
 
 
-def test_a_job_may_have_a_name_of_any_bytes() -> None:
+def test_a_job_s_name_may_hold_any_bytes() -> None:
     assert errors.job_on_host({"TORCHELASTIC_RUN_ID": "gr\udcf6\udcdfe"})
 
 
-def test_a_message_steers_no_terminal() -> None:
-    """Whatever the file's name, or what a record of others holds."""
+def test_a_message_has_no_control_characters() -> None:
+    """They could come from a file's name, or from someone else's record."""
     assert str(UserError("a\x1b[2Jb\u202e\x9b\xe9\udce9\n\tc")) == "a?[2Jb??\xe9\udce9\n\tc"
 
 
@@ -76,12 +76,12 @@ def code_of(action: Callable[[], object]) -> int:
     [
         (0, 1, "so it is", 1, "so it is\n"),
         (3, 4, "so it is", 5, "[rank 3 on node7] so it is\n"),
-        # The first that leaves is followed by all: rank 0 may not have said its word yet.
+        # When one rank ends, the launcher ends all: rank 0 may not have printed its error yet.
         (0, 2, "", 0, ""),
         (1, 2, "", 0, ""),
     ],
 )
-def test_rank_0_speaks_at_once_and_others_wait_and_say_who_they_are(
+def test_rank_0_prints_at_once_and_others_later_with_their_rank(
     rank: int,
     size: int,
     message: str,
@@ -95,7 +95,7 @@ def test_rank_0_speaks_at_once_and_others_wait_and_say_who_they_are(
     assert (sum(sleeps) >= errors.OTHER_RANK_DELAY_S) == any(sleeps) == (rank > 0)
 
 
-def test_torchrun_repeats_the_message_as_its_last_words(
+def test_torchrun_prints_the_message_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -136,7 +136,7 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
             "error: --deterministic: adaptive_avg_pool2d_backward_cuda does not have a "
             "deterministic implementation; choose another --arch, or leave it out",
         ),
-        # Of the system's limits: as itself, of a loader worker, and of torch or multiprocessing.
+        # Limits of the system: raised here, in a loader worker, by torch and by multiprocessing.
         *(
             (
                 error,
@@ -171,7 +171,7 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
                 (EOFError("unexpected EOF"), "unexpected EOF", "processes and threads"),
             )
         ),
-        # A transport's own words are no limit of this user's.
+        # The same words from a transport are no limit of this user.
         (
             RuntimeError("[gloo/transport/tcp/pair.cc:9] read: Resource temporarily unavailable"),
             EXIT_LOST_PEER,
@@ -211,7 +211,7 @@ NOT_DETERMINISTIC = (  # as ATen's alertNotDeterministic writes it
         ),
     ],
 )
-def test_what_is_told(
+def test_messages_and_exit_codes(
     error: BaseException,
     code: int,
     said: str,
@@ -241,7 +241,7 @@ def test_what_is_told(
         ),
     ],
 )
-def test_a_container_s_limits_are_told(
+def test_a_container_s_limits_are_in_the_message(
     membership: str, file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "membership").write_text(membership)
@@ -255,7 +255,7 @@ def test_a_container_s_limits_are_told(
 
 
 class HorovodInternalError(RuntimeError):
-    """Bears the name of Horovod's."""
+    """Has the name of Horovod's error."""
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ class HorovodInternalError(RuntimeError):
             RuntimeError("[c10d/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"),
             True,
         ),
-        # Of this host itself.
+        # This one is about this host itself.
         (RuntimeError("[gloo/transport/tcp/device.cc:84] Unable to find address for: eth9"), False),
         (RuntimeError("eof (this error originated at tensorpipe/transport/uv/x.cc:2)"), True),
         (RuntimeError("Application timeout: Connection reset by peer"), True),
@@ -301,7 +301,7 @@ def test_a_rank_under_watch_speaks_unless_another_was_lost(
 
 
 def test_corrupt_image_in_a_loader_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's error arrives as a whole traceback, of which only the sentence is for users."""
+    """A worker's error arrives as a whole traceback. Users see only its last sentence."""
     monkeypatch.undo()  # the loader's own exits and sleeps are real
     root = write_images(tmp_path / "images", 1, "ab")
     config = a_config(train_dir=str(root), val_dir=str(root), cache_dir=str(tmp_path / "cache"))
@@ -316,7 +316,7 @@ def test_corrupt_image_in_a_loader_worker(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("launcher", "seconds"), [("none", 60), ("srun", 60), ("torchrun", 30), ("mpirun", 1)]
 )
-def test_a_checkpoint_has_the_launcher_s_patience(
+def test_a_checkpoint_may_take_as_long_as_the_launcher_waits(
     launcher: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -331,7 +331,8 @@ def test_a_checkpoint_has_the_launcher_s_patience(
 
 
 def test_the_process_really_ends() -> None:
-    """Without exit handlers, which in MPI and Horovod wait for the other ranks, and flushed."""
+    """Its output is flushed, and no exit handler runs: those of MPI and Horovod would wait for the
+    other ranks."""
     code = (
         "import atexit, threading, time; from recipe.errors import UserError, one_message\n"
         "from recipe.command import prepare_output; from recipe.world import World\n"

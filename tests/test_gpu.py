@@ -122,9 +122,9 @@ def ask_nvidia_smi(field: str, *flags: str) -> list[str]:
 def test_facts(dry: bool, note: Note) -> None:
     """The doctor refuses neither torch, a GPU nor Horovod, and nvidia-smi sees these GPUs."""
     asked = ("torch", "GPUs", "Horovod")
-    findings = [asdict(one) for one in checks.check_host() if one.subject in asked]
+    findings = [asdict(finding) for finding in checks.check_host() if finding.subject in asked]
     note(findings=findings)
-    assert all(one["status"] != "failed" for one in findings)
+    assert all(finding["status"] != "failed" for finding in findings)
     if not dry:
         note(driver=ask_nvidia_smi("driver_version"))
         names = {torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())}
@@ -176,7 +176,7 @@ def test_determinism(precision: str, train: Callable[..., Trained]) -> None:
     """One worker of each engine, and DDP's again: all end with the same bits."""
     flags = f"--batch-size 32 --max-steps 6 --deterministic --precision {precision}"
     engines = ["ddp", "ddp", *["horovod"] * checks.has_horovod()]
-    runs = [train(f"{number}", flags, engine=one) for number, one in enumerate(engines)]
+    runs = [train(f"{number}", flags, engine=engine) for number, engine in enumerate(engines)]
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
 
 
@@ -211,14 +211,14 @@ def test_stopped_neighbour(dry: bool, tmp_path: Path, note: Note) -> None:
     """A side's speed alone and beside one that is stopped, in turns of each kind: that costs less
     than 1 %, beyond the noise."""
     flags = f"{WORK} {RANDOM_IMAGES} --batch-size 64 --precision bf16 {SMALL if dry else ''}"
-    one = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, flags=tuple(flags.split()))
-    other = replace(one, configuration=replace(one.configuration, name="other"))
+    side = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, flags=tuple(flags.split()))
+    neighbour = replace(side, configuration=replace(side.configuration, name="neighbour"))
     turns = range(4 if dry else 12)
     with Scheduler(tmp_path / "stopped", Plan(steps=3 if dry else 40)) as scheduler:
-        scheduler.start(one)
-        alone = [scheduler.take_turn(one, n).images_per_second for n in turns]
-        scheduler.start(other)
-        beside = [scheduler.take_turn(one, n).images_per_second for n in turns]
+        scheduler.start(side)
+        alone = [scheduler.take_turn(side, n).images_per_second for n in turns]
+        scheduler.start(neighbour)
+        beside = [scheduler.take_turn(side, n).images_per_second for n in turns]
     ratio = fmean(beside) / fmean(alone)
     error = math.hypot(*(stdev(own) / fmean(own) / len(turns) ** 0.5 for own in (alone, beside)))
     note(ratio=ratio, error=error)
@@ -271,7 +271,7 @@ def test_energy(train: Callable[..., Trained], dry: bool, tmp_path: Path, note: 
     told = read_json(run_folder / "environment.json")
     assert told["gpu_clock_mhz"] and told["gpu_clock_limit_mhz"]
     note(energy=energy, nvidia_smi_watts=watts)
-    shown = [float(one) for one in watts if one.replace(".", "").isdigit()]  # else "[N/A]"
+    shown = [float(text) for text in watts if text.replace(".", "").isdigit()]  # else "[N/A]"
     if energy["gpu_watts"] is None or not shown:
         pytest.skip(f"needs NVML's counter, and power in nvidia-smi: {energy}, {watts}")
     assert energy["gpu_watts"] / fmean(shown) == pytest.approx(1, abs=0.15)

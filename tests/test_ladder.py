@@ -85,9 +85,11 @@ def trained_as(name: str, trained: Trained, arguments: str = FEW) -> Path:
     return trained(launcher, engine, arguments, ranks)
 
 
-def check_losses(one: Path, other: Path, is_exact: bool) -> None:
+def check_losses(first: Path, second: Path, is_exact: bool) -> None:
     """The losses of two runs' steps are equal, or, if that is not exact, but for rounding."""
-    assert losses(one) == (losses(other) if is_exact else pytest.approx(losses(other), rel=1e-3))
+    assert losses(first) == (
+        losses(second) if is_exact else pytest.approx(losses(second), rel=1e-3)
+    )
 
 
 @pytest.mark.launch
@@ -102,12 +104,12 @@ def test_it_trains_as_without_it(name: str, trained: Trained) -> None:
         return
     flags = rung.flags.removeprefix("--synchronous ")
     ddp = trained("torchrun" if rung.workers > 1 else "python", "ddp", flags, rung.workers)
-    other = read_json(ddp / "summary.json")
+    ddp_summary = read_json(ddp / "summary.json")
     check_losses(mine, ddp, rung.is_exact)
     # On some processors sharded weights are rounded as whole ones are: then they are equal, too.
     if rung.is_exact:
-        assert summary["weights_sha256"] == other["weights_sha256"]
-    assert summary["fingerprint"] == other["fingerprint"]
+        assert summary["weights_sha256"] == ddp_summary["weights_sha256"]
+    assert summary["fingerprint"] == ddp_summary["fingerprint"]
 
 
 @pytest.mark.launch
@@ -244,8 +246,8 @@ def weights_after(order: tuple[int, ...]) -> list[torch.Tensor]:
 
 def test_a_synchronous_update_does_not_depend_on_who_comes_first() -> None:
     first, *others = (weights_after(order) for order in itertools.permutations(range(3)))
-    for other in others:
-        assert all(map(torch.equal, first, other))
+    for second in others:
+        assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.launch
@@ -266,7 +268,11 @@ def test_an_asynchronous_server_counts_staleness(tmp_path: Path) -> None:
 def listening_at(launcher: subprocess.Popen) -> list[set[str]]:
     """Of each rank below a launcher: the addresses at which it listens."""
     return [
-        {one.laddr.ip for one in rank.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+        {
+            socket.laddr.ip
+            for socket in rank.net_connections("tcp")
+            if socket.status == psutil.CONN_LISTEN
+        }
         for rank in psutil.Process(launcher.pid).children()
     ]
 

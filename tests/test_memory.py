@@ -23,8 +23,8 @@ POLL_SECONDS = 0.2
 
 def resident_bytes(process: subprocess.Popen[bytes]) -> int:
     """Of a process and all that it has started."""
-    tree = [one := psutil.Process(process.pid), *one.children(recursive=True)]
-    return sum(one.memory_info().rss for one in tree)
+    tree = [root := psutil.Process(process.pid), *root.children(recursive=True)]
+    return sum(process.memory_info().rss for process in tree)
 
 
 @pytest.mark.launch

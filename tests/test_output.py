@@ -192,9 +192,9 @@ def test_data_of_such_names(images: Path, tmp_path: Path) -> None:
     data = open_data(config)
     facts = comparison_keys("ddp", config, data, torch.device("cpu"))
     digest = hashlib.sha256()  # in any locale
-    for one in (data.train, data.val):
+    for part in (data.train, data.val):
         digest.update(b"a\0" + "größe".encode() + b"\0name-\xe9")
-        digest.update(one.paths.tobytes() + one.labels.tobytes())
+        digest.update(part.paths.tobytes() + part.labels.tobytes())
     assert facts["names, labels and classes of the images"] == digest.hexdigest()[:12]
     assert (
         prepare.main(["shards", str(images), str(tmp_path / NAME), "--cache-dir", str(tmp_path)])
@@ -206,7 +206,7 @@ def test_data_of_such_names(images: Path, tmp_path: Path) -> None:
     told = tmp_path / f"{NAME}.json"
     assert prepare.main(["check", str(images / "val"), "--json", str(told)]) == 1
     broken.unlink()
-    assert [one["image"] for one in read_json(told)["bad"]] == [str(broken)]
+    assert [found["image"] for found in read_json(told)["bad"]] == [str(broken)]
 
 
 @pytest.mark.usefixtures("as_started")

@@ -26,17 +26,17 @@ RUNGS = sorted(SCRIPTS - {"__init__", "mpi_allreduce"})
 
 def flags_in(code: ast.AST) -> set[str]:
     """The flags that are asked for here by name: config.NAME, or self.NAME in Config itself."""
-    asked = (one for one in ast.walk(code) if isinstance(one, ast.Attribute))
+    asked = (node for node in ast.walk(code) if isinstance(node, ast.Attribute))
     owners = ("config", "self.config", "rung.config", "self")
-    return {one.attr for one in asked if ast.unparse(one.value) in owners} & set(NAMES)
+    return {node.attr for node in asked if ast.unparse(node.value) in owners} & set(NAMES)
 
 
 def functions_in(file: Path) -> dict[str, set[str]]:
     """The flags that the functions of each name in a file ask for."""
     found = defaultdict[str, set[str]](set)
-    for one in ast.walk(ast.parse(file.read_text())):
-        if isinstance(one, ast.FunctionDef):
-            found[one.name] |= flags_in(one)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] |= flags_in(node)
     return found
 
 
@@ -56,7 +56,9 @@ def is_read(name: str, rung: type[Rung]) -> bool:
     leaves all as it is does, but for what it has of its own instead."""
     own = functions_in(Path(inspect.getfile(rung)))
     methods = {method for method in own if method in vars(rung) and method in vars(Rung)}
-    instead = {one for one in methods if "super()" not in inspect.getsource(getattr(rung, one))}
+    instead = {
+        method for method in methods if "super()" not in inspect.getsource(getattr(rung, method))
+    }
     others = READERS[name] - {f"loop.{method}" for method in instead}
     return bool(others) or any(name in asked for asked in own.values())
 

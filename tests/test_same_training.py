@@ -101,22 +101,22 @@ RARELY = [
 
 def check_equal(*folders: Path) -> None:
     """Nothing that two runs trained differs, nor what compare takes for a difference."""
-    one, other = (read_json(folder / "summary.json") for folder in folders)
-    assert one["weights_sha256"] == other["weights_sha256"]
-    assert one["fingerprint"] == other["fingerprint"]
-    assert one["skipped_steps"] == other["skipped_steps"] < one["steps"]
-    assert one["weights_sha256"] != one["fingerprint"]["initial_weights_sha256"]
+    first, second = (read_json(folder / "summary.json") for folder in folders)
+    assert first["weights_sha256"] == second["weights_sha256"]
+    assert first["fingerprint"] == second["fingerprint"]
+    assert first["skipped_steps"] == second["skipped_steps"] < first["steps"]
+    assert first["weights_sha256"] != first["fingerprint"]["initial_weights_sha256"]
     variables = [read_json(folder / "environment.json")["variables"] for folder in folders]
     assert variables[0] == variables[1]
-    assert len(losses(folders[0])) == one["steps"]
+    assert len(losses(folders[0])) == first["steps"]
     assert losses(folders[0]) == losses(folders[1])
 
 
 @pytest.mark.parametrize(
-    ("variant", "one", "other"),
+    ("variant", "first", "second"),
     [
         # Both engines over both transports.
-        *((FP32, DDP, other) for other in [HOROVOD, HOROVOD_GLOO, HOROVOD_MPIRUN_GLOO, DDP_MPI]),
+        *((FP32, DDP, second) for second in [HOROVOD, HOROVOD_GLOO, HOROVOD_MPIRUN_GLOO, DDP_MPI]),
         (ALL, DDP_MPI, HOROVOD),  # each of which adds halves in its own way
         rarely(ALL, DDP, HOROVOD),
         *(rarely(variant, DDP, HOROVOD) for variant in [MANY, RECIPES, SYNC, O2]),
@@ -125,16 +125,16 @@ def check_equal(*folders: Path) -> None:
             for variant in [LAMB, LARS, TIMM]
         ),
         *(rarely(variant, DDP_MPI, HOROVOD) for variant in [WIRE, MANY, *RARELY]),
-        *(rarely(variant, DDP, other) for variant in RARELY for other in [HOROVOD, HOROVOD_GLOO]),
+        *(rarely(variant, DDP, second) for variant in RARELY for second in [HOROVOD, HOROVOD_GLOO]),
         *(rarely(variant, DDP, HOROVOD_GLOO) for variant in OFTEN),
         rarely(WIRE, DDP, HOROVOD),
         *(rarely(variant, DDP, FLOOR) for variant in [FP32, MANY]),
     ],
 )
 def test_engines_end_with_equal_weights(
-    variant: str, one: tuple[str, str], other: tuple[str, str], trained: Trained
+    variant: str, first: tuple[str, str], second: tuple[str, str], trained: Trained
 ) -> None:
-    check_equal(trained(*one, VARIANTS[variant]), trained(*other, VARIANTS[variant]))
+    check_equal(trained(*first, VARIANTS[variant]), trained(*second, VARIANTS[variant]))
 
 
 @pytest.mark.full
@@ -264,7 +264,9 @@ def test_a_loss_that_is_not_finite(engine: tuple[str, str], tmp_path: Path) -> N
 
     back = launch(*engine, f"{words} --rollback 2 --name back", warm=True, **poisoned).checked()
     assert back.output.count("the loss of step 15 was nan: back at step 7") == 1, back.output
-    (event,) = (one for one in read_lines(tmp_path / "back", "event") if one["name"] == "rollback")
+    (event,) = (
+        line for line in read_lines(tmp_path / "back", "event") if line["name"] == "rollback"
+    )
     assert event["step"] == 7 and event["left_out"] == [[14 * 24, 24]]
     steps = read_lines(tmp_path / "back", "step")
     seen = {step["step"]: step["samples_seen"] for step in steps}

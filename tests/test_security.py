@@ -45,7 +45,7 @@ def risks(source: str) -> set[str]:
                 found.add(node.module)
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            given = {one.arg: ast.unparse(one.value) for one in node.keywords}
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if name.rpartition(".")[2] in OBJECTS:
                 found.add(name.rpartition(".")[2])
             if name in READERS and given.get("weights_only") != "True":

@@ -151,14 +151,14 @@ def test_environment_that_cannot_work_is_refused(tmp_path, steps):
     text = refused(tmp_path / "gone", steps)
     assert f"{tmp_path / 'python'}, which is not on this machine" in text and "delete it" in text
     assert "no virtual environment" in refused(tmp_path, steps)
-    other = tmp_path / "other"
-    (other / "lib" / "python3.2").mkdir(parents=True)
-    (other / "pyvenv.cfg").touch()
-    assert "PYTHON=python3.2" in refused(other, steps)
+    old = tmp_path / "old"
+    (old / "lib" / "python3.2").mkdir(parents=True)
+    (old / "pyvenv.cfg").touch()
+    assert "PYTHON=python3.2" in refused(old, steps)
     # A finished one may be of another Python than `python3`, but not of another than was asked for.
-    finish(other)
-    assert "nothing to do" in set_up_in(other)
-    assert "was made by python3.2" in refused(other, steps, PYTHON="python3.99")
+    finish(old)
+    assert "nothing to do" in set_up_in(old)
+    assert "was made by python3.2" in refused(old, steps, PYTHON="python3.99")
 
 
 def test_link_to_an_environment_elsewhere_is_followed(tmp_path, steps):
@@ -179,7 +179,10 @@ def test_horovod_for_gpus_is_built_where_there_is_none(tmp_path):
     """A login node: asked once, and remembered."""
     asked, venv = tmp_path / "asked", tmp_path / "venv"
     finish(venv, f'echo "$@" >> {asked}')
-    said = [set_up_in(venv, **one) for one in ({"NCCL": "1"}, {}, {"NCCL": "0"}, {"NCCL": "yes"})]
+    said = [
+        set_up_in(venv, **asked_for)
+        for asked_for in ({"NCCL": "1"}, {}, {"NCCL": "0"}, {"NCCL": "yes"})
+    ]
     assert [words.split()[0] for words in said] == ["done", "nothing", "done", "exit:"]
     assert [x.split()[-1] for x in asked.read_text().splitlines()] == ["--nccl", "--no-nccl"]
     assert "NCCL=yes: give 1" in said[-1]

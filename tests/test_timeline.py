@@ -358,11 +358,11 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         "horovod, rank 0, Horovod",
         "horovod, rank 1, CPU",
     ]
-    begin, other = (
+    first, second = (
         min(find(trace, "ProfilerStep#1", f"{run}, rank {rank}, CPU")[0]["ts"] for rank in (0, 1))
         for run in ("ddp", "horovod")
     )
-    assert begin == other
+    assert first == second
     timeline = threads(trace, processes(trace)["horovod, rank 0, Horovod"])
     tensors = {name: tid for name, tid in timeline.items() if name.startswith("allreduce.")}
     figures = tensors.pop("allreduce.figures", None)  # what the ranks tell each other
@@ -378,9 +378,9 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         assert f"\n{name}\n" in out
         steps = read_exchange(tmp_path / name)
         assert len(steps) == 3
-        for one in steps:
-            assert sum(message.gradients for message in one) == len(tensors)
-            assert all(m.ready <= m.met and m.ready <= m.began <= m.ended for m in one)
+        for messages in steps:
+            assert sum(message.gradients for message in messages) == len(tensors)
+            assert all(m.ready <= m.met and m.ready <= m.began <= m.ended for m in messages)
             elements = read_json(tmp_path / name / "profile/gradients-rank-0.json")["elements"]
-            sent = sum(message.megabytes for message in one)
+            sent = sum(message.megabytes for message in messages)
             assert sent == pytest.approx(sum(elements.values()) * BYTES / 1e6)

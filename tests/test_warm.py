@@ -75,5 +75,5 @@ def test_no_two_have_the_same_random_numbers(tmp_path: Path) -> None:
         "import torch, numpy\nprint(torch.rand(1), numpy.random.rand())"
     )
     both = [started(warm_python(), f"{tmp_path}/random.py") for _ in range(2)]
-    one, other = (process.communicate()[0].split() for process in both)
-    assert len({*one, *other}) == 4
+    first, second = (process.communicate()[0].split() for process in both)
+    assert len({*first, *second}) == 4

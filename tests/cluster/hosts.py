@@ -39,6 +39,8 @@ def left_behind(hosts: Sequence[namespaces.Host]) -> list[list[str]]:
     for process in (process for host in hosts for process in host.processes()):
         with contextlib.suppress(psutil.NoSuchProcess):
             lines[process] = process.cmdline()
-    last = [one for one, words in lines.items() if not words or "resource_tracker" in words[-1]]
+    last = [
+        process for process, words in lines.items() if not words or "resource_tracker" in words[-1]
+    ]
     _, alive = psutil.wait_procs(last, timeout=60)
     return [words for process, words in lines.items() if process not in last or process in alive]

@@ -92,8 +92,8 @@ def test_a_torchrun_leaves_and_another_joins(two_hosts: list[Host], tmp_path: Pa
                 workers_come_to(2)
                 wait_until(lambda: len(steps_in(tmp_path)) > 20)
             finally:
-                for one in node1.processes():
-                    one.kill()
+                for process in node1.processes():
+                    process.kill()
                 first.kill()
         workers_come_to(1)
         with subprocess.Popen(torchrun(node1, 2), env=os.environ | mark) as second:

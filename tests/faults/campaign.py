@@ -261,12 +261,15 @@ class Trial:
         over it, the second. Those that a rank has forked for its loader workers are younger."""
         mark = psutil.Process(self.process.pid).environ()["LAUNCH_MARK"]
         found = defaultdict[int, list[psutil.Process]](list)
-        for one in [*marked(mark), *(one for host in self.hosts for one in host.processes())]:
+        for process in [
+            *marked(mark),
+            *(process for host in self.hosts for process in host.processes()),
+        ]:
             with suppress(psutil.Error):
-                environ, words = one.environ(), one.cmdline()
+                environ, words = process.environ(), process.cmdline()
                 number = next((environ[name] for name in RANKS if name in environ), None)
                 if number and any(word == TRAINERS[self.result.engine] for word in words[1:3]):
-                    found[int(number)].append(one)
+                    found[int(number)].append(process)
         age = psutil.Process.create_time
         return [sorted(found[number], key=age)[:2][-1] for number in sorted(found)]
 
@@ -357,9 +360,9 @@ class Trial:
 
     def left(self, others: set[str]) -> list[str]:
         """Processes on the hosts, and files in /dev/shm that are not `others'` and nobody's."""
-        words = [" ".join(one.cmdline()) for host in self.hosts for one in host.processes()]
+        words = [" ".join(process.cmdline()) for host in self.hosts for process in host.processes()]
         # sshd waits for a peer that is cut off for as long as its own settings say.
-        words = [one for one in words if not one.startswith("sshd: ")]
+        words = [line for line in words if not line.startswith("sshd: ")]
         if self.memory.exists():
             return [*words, *os.listdir(self.memory)]
         there = set(os.listdir("/dev/shm")) - others
@@ -448,12 +451,18 @@ def lose_torchrun(trial: Trial) -> None:
     """The one of two that does not hold their store, with all below it."""
     trial.wait_for_step()
     below = psutil.Process(trial.process.pid).children(recursive=True)
-    agents = [one for one in below if any(word.endswith("/torchrun") for word in one.cmdline()[:2])]
-    ports = [{link.laddr[1] for link in one.net_connections()} for one in agents]
-    (lost,) = (one for one, used in zip(agents, ports, strict=True) if trial.port not in used)
+    agents = [
+        process
+        for process in below
+        if any(word.endswith("/torchrun") for word in process.cmdline()[:2])
+    ]
+    ports = [{link.laddr[1] for link in process.net_connections()} for process in agents]
+    (lost,) = (
+        process for process, used in zip(agents, ports, strict=True) if trial.port not in used
+    )
     trial.strikes()
-    for one in [lost, *lost.children(recursive=True)]:
-        one.kill()
+    for process in [lost, *lost.children(recursive=True)]:
+        process.kill()
     recover(trial)
 
 
@@ -680,8 +689,8 @@ def attempt(name: str, start: Start, number: int, seed: int, parent: Path) -> Re
 def table(results: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each scenario with an engine and a launcher."""
     groups = defaultdict[tuple[str, str, str], list[Result]](list)
-    for one in results:
-        groups[one.key[:3]].append(one)
+    for result in results:
+        groups[result.key[:3]].append(result)
 
     def of(
         values: Iterable[float | None],
@@ -692,8 +701,8 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
         return round(figure(known), digits) if known else None
 
     def recoveries(group: Sequence[Result]) -> Iterator[float | None]:
-        for one in group:
-            yield from one.recoveries or [one.seconds_to_recover]
+        for result in group:
+            yield from result.recoveries or [result.seconds_to_recover]
 
     return [
         {
@@ -701,12 +710,12 @@ def table(results: Sequence[Result]) -> list[dict[str, Any]]:
             "engine": engine,
             "launcher": launcher,
             "trials": len(group),
-            "survived": sum(not one.problem for one in group),
-            "median seconds to end": of(one.seconds_to_end for one in group),
+            "survived": sum(not result.problem for result in group),
+            "median seconds to end": of(result.seconds_to_end for result in group),
             "median seconds to recover": of(recoveries(group)),
             "worst": of(recoveries(group), max),
-            "most steps lost": of((one.steps_lost for one in group), max, 0),
-            "effective share": of((one.effective_share for one in group), digits=2),
+            "most steps lost": of((result.steps_lost for result in group), max, 0),
+            "effective share": of((result.effective_share for result in group), digits=2),
         }
         for (scenario, engine, launcher), group in groups.items()
     ]
@@ -730,29 +739,29 @@ def main() -> int:
     results: list[Result] = []
     if options.out and options.out.exists():
         kept = json.loads(options.out.read_text())
-        options.seed, results = kept["seed"], [Result(**one) for one in kept["trials"]]
+        options.seed, results = kept["seed"], [Result(**trial) for trial in kept["trials"]]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"--seed {options.seed}; what fails is kept in {folder}", flush=True)
-    there = {one.key for one in results}
+    there = {result.key for result in results}
     for name in options.scenario:
         if lacks := lacking(name):
             print(f"{name}: skipped, for it needs {', '.join(lacks)}", flush=True)
             continue
-        starts = [one for one in SCENARIOS[name].starts if options.launcher in (None, one[0])]
+        starts = [start for start in SCENARIOS[name].starts if options.launcher in (None, start[0])]
         numbers = range(1, (options.trials or SCENARIOS[name].trials) + 1)
         for start, number in itertools.product(starts, numbers):
             if (name, start[1], start[0], number) in there:
                 continue
-            one = attempt(name, start, number, options.seed, folder)
-            results.append(one)
-            told = f"FAILED: {one.problem} ({one.folder})" if one.problem else "survived"
+            result = attempt(name, start, number, options.seed, folder)
+            results.append(result)
+            told = f"FAILED: {result.problem} ({result.folder})" if result.problem else "survived"
             print(f"{name}, {start[1]} by {start[0]}, trial {number}: {told}", flush=True)
             if options.out:
-                trials = [asdict(one) for one in results]
+                trials = [asdict(result) for result in results]
                 found = {"seed": options.seed, "table": table(results), "trials": trials}
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(markdown(results))
-    failed = sum(bool(one.problem) for one in results)
+    failed = sum(bool(result.problem) for result in results)
     if not failed:
         shutil.rmtree(folder)
     return int(failed > 0)

@@ -42,8 +42,8 @@ def test_each_fault_has_its_promise() -> None:
 
 def test_the_page_names_the_newest_campaign_and_its_trials() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
-    newest = max((ROOT / "results").glob("*/*-faults"), key=lambda one: one.name)
-    trials = [Result(**one) for one in read_json(newest / "campaign.json")["trials"]]
+    newest = max((ROOT / "results").glob("*/*-faults"), key=lambda folder: folder.name)
+    trials = [Result(**trial) for trial in read_json(newest / "campaign.json")["trials"]]
     assert f"../{newest.relative_to(ROOT)}/table.md" in page and f"{len(trials)} trials" in page
     # Other modules set how far tabulate pads cells.
     table, made = (
