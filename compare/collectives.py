@@ -66,7 +66,7 @@ def measure_or_show(
     blocks: int = 3,
     seconds: float = 0.1,
     threads: int = 1,
-    cuda: bool = True,
+    no_cuda: bool = False,
     timeout: int = 300,
     out: Path | None = None,
     json: Path | None = None,
@@ -88,7 +88,7 @@ def measure_or_show(
         blocks: Launches of each backend; 3 is the least for an interval.
         seconds: For the repetitions of one message in one launch, at least 3 of them.
         threads: CPU threads of each rank for casts and copies.
-        cuda: Stay on the CPU.
+        no_cuda: Stay on the CPU.
         timeout: Seconds; a launch that takes longer is ended and counts as failed.
         out: Folder for raw figures (default: runs/collectives-<UTC time>).
         json: Write the figures as JSON.
@@ -108,7 +108,7 @@ def measure_or_show(
             "model": model,
             "seconds": seconds,
             "threads": threads,
-            "cuda": cuda,
+            "cuda": not no_cuda,
         }
         measure_backends(settings, backends, timeout, folder)
     measurement = read_measurement(folder)
@@ -186,7 +186,7 @@ def command(name: str, settings: dict[str, Any], place: Path) -> list[str]:
         configuration = CONFIGURATIONS["ddp-mpirun"]  # whose hosts may take unequal numbers
     configuration = replace(configuration, interface=settings["network_interface"])
     # An MPI may know no GPU's memory.
-    cuda = [] if settings["cuda"] and configuration.transport != "mpi" else ["--no-cuda"]
+    no_cuda = [] if settings["cuda"] and configuration.transport != "mpi" else ["--no-cuda"]
     return [
         *launch_words(configuration, settings["workers"], settings["hosts"]),
         path_from_here(configuration.trained_by.allreduce),
@@ -201,7 +201,7 @@ def command(name: str, settings: dict[str, Any], place: Path) -> list[str]:
         "--model",
         settings["model"],
         *configuration.arguments,
-        *cuda,
+        *no_cuda,
         "--out",
         str(place / "measurements.jsonl"),
     ]
