@@ -20,7 +20,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from compare.evidence.records import load_comparison
+from compare.evidence.record import FILE, read_comparison
 from compare.page.report import Report
 from compare.page.tables import goals_tables, table_text
 from compare.plan.environment import ROOT
@@ -70,9 +70,9 @@ def bench(
         jpegs_folder(ROOT / JPEGS)
         tiny = ["--", *QUICK] if quick and "{flags}" in plans[name].read_text() else []
         failed += run_plan(plans[name], out / name, [*how, *tiny])
-    measured = [path.parent for path in sorted(out.glob("*/plan.json"))]
+    measured = [path.parent for path in sorted(out.glob(f"*/{FILE}"))]
     measured = [folder for folder in measured if folder.name not in failed]
-    for table in goals_tables([Report(load_comparison(folder)) for folder in measured]):
+    for table in goals_tables([Report(read_comparison(folder)) for folder in measured]):
         replace_file(out / "table.md", f"{table_text(table, markdown=True)}\n")
         print(f"\n{table_text(table)}\n\nrecords: {out}")
     if failed:

@@ -54,13 +54,13 @@ def report(
     )
     form = printed[0] if printed else "text"
     from compare.evidence.occasions import refuse_copies
-    from compare.evidence.records import find_comparisons, load_comparison
+    from compare.evidence.record import find_comparisons, read_comparison
     from compare.page import formats
     from compare.page.chart import standalone
     from compare.page.plots import draw_plots
     from compare.page.report import Report
 
-    found = [load_comparison(folder) for folder in find_comparisons(comparisons)]
+    found = [read_comparison(folder) for folder in find_comparisons(comparisons)]
     refuse_copies(found)
     reports = [Report(one) for one in found]
     files = dict[Path, str]()

@@ -36,7 +36,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from compare.evidence.paired import INTERVAL, MIN_BLOCKS
-from compare.evidence.records import newest_comparison
+from compare.evidence.record import Record, newest_comparison, record_to_write
 from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import (
@@ -53,23 +53,20 @@ from compare.plan.plan_file import (
     list_plans,
     plan_differences,
     plan_record,
-    read_plan,
     read_plan_file,
     split_words_at_dashes,
     take_hostfile,
     typed,
-    write_plan,
 )
 from compare.running import checks
 from compare.running.checks import check_tools, missing_for
 from compare.running.comparison import (
     block_folder,
-    checked_record,
+    check_same_plan,
     is_finished,
     make_missing,
     measure,
-    measured,
-    missing,
+    record_plan,
     resumed,
     show_outcome,
 )
@@ -102,7 +99,7 @@ GROUPS = {
 # Flags that are no part of a plan: those of the task, and how it is done.
 TASK = [
     ("plan", Annotated[str | None, Positional, arg(metavar="[plan]", help="a ready plan's name or "
-     "a plan file (TOML; compare/plans/ has them; or the plan.json of a comparison, to repeat it); "
+     "a plan file (TOML; compare/plans/ has them; or a comparison's record.jsonl, to repeat it); "
      "flags override it")], None),
     ("list_plans", Annotated[bool, arg(help="show the ready plans, and nothing else")], False),
 ]  # fmt: skip
@@ -170,11 +167,13 @@ def unfinished_folder(plan: Plan) -> Path | None:
     if folder is None:
         return None
     try:
-        old, plan = read_plan(folder / "plan.json"), resumed(plan, folder)
+        record = Record.open(folder)
+        plan = resumed(plan, record)
+        old = record.plan
     except UserError:  # which report.py would say: it is another comparison in any case
         return None
     is_this = not plan_differences(old, plan_record(plan, "")) and old.end == plan.end
-    return folder if is_this and not is_finished(plan, folder) else None
+    return folder if is_this and not is_finished(plan, record) else None
 
 
 def take_default_plan(options: SimpleNamespace) -> None:
@@ -238,52 +237,54 @@ def locked(folder: Path) -> Iterator[None]:
 
 def run_plan(plan: Plan, folder: Path, options: SimpleNamespace, argv: list[str]) -> int:
     """Run what is missing of the plan in this folder and return the exit code."""
-    if options.new and (folder / "plan.json").exists():
+    record = record_to_write(folder)
+    if options.new and not record.is_empty:
         raise UserError(
             f"--new: {folder} holds a comparison already; leave --new out to go on with it, or "
             "take another --out DIR"
         )
-    plan = resumed(plan, folder)
+    plan = resumed(plan, record)
     if plan.order_seed is None:
         plan = replace(plan, order_seed=secrets.randbelow(2**31))
-    record = checked_record(plan, folder)
-    if not is_finished(plan, folder):
-        warnings = (*record.warnings, *checks.warn(plan, folder))
-        record = replace(record, warnings=tuple(dict.fromkeys(warnings)))
-    write_plan(folder / "plan.json", record)
-    print_outlook(plan, folder)
+    plan_there = check_same_plan(plan, record)
+    if record.is_empty or not is_finished(plan, record):
+        warnings = (*plan_there.warnings, *checks.warn(plan, folder))
+        plan_there = replace(plan_there, warnings=tuple(dict.fromkeys(warnings)))
+    record_plan(plan_there, record)
+    print_outlook(plan, record)
     # A block of turns has a warm-up of its own, and only the first one may find the data unread.
-    is_cold = missing(plan.runs(), folder) or not any(g.blocks for g in measured(plan, folder))
+    is_cold = record.missing(plan.runs()) or not record.num_blocks
     if is_cold and not options.no_warm_up and not warm_up(plan, folder):
         return 1
-    return carry_out(plan, folder, argv)
+    return carry_out(plan, record, argv)
 
 
-def carry_out(plan: Plan, folder: Path, argv: list[str]) -> int:
+def carry_out(plan: Plan, record: Record, argv: list[str]) -> int:
     """Make whole runs, then blocks until enough is known; return the exit code."""
-    is_measured, failed = True, make_missing(plan.runs(), plan, folder)
+    is_measured, failed = True, make_missing(plan.runs(), plan, record)
     if not failed:
         try:
-            plan, failed = measure(plan, folder)
+            failed = measure(plan, record)
         except MeasurementError as error:
             is_measured = False
             print_line(f"a block of turns failed: {error}")
     if failed or not is_measured:
-        runs = f"{len(failed)} of {len(plan.runs())} runs failed: " if plan.runs() else ""
+        runs = f"{len(failed)} of {len(record.runs)} runs failed: " if record.runs else ""
         print(
             f"{runs}the output of what failed is kept, and no verdict is drawn from it. To try "
-            f"again:\n    {shlex.join(command_words(argv, folder))}"
+            f"again:\n    {shlex.join(command_words(argv, record.folder))}"
         )
-    if plan.side and not is_measured and not any(one.blocks for one in measured(plan, folder)):
+    if plan.side and not is_measured and not record.num_blocks:
         return 1
-    report = shlex.join(["python", path_from_here("compare/report.py"), str(folder)])
+    print(f"record: {count(record.num_blocks, 'block')}, SHA-256 {record.head}")
+    report = shlex.join(["python", path_from_here("compare/report.py"), str(record.folder)])
     print(f"report:\n    {report}")
     return 1 if failed or not is_measured else 0
 
 
-def print_outlook(plan: Plan, folder: Path) -> None:
+def print_outlook(plan: Plan, record: Record) -> None:
     """Say what will be done, before anything is."""
-    runs, done = "", len(plan.runs()) - len(missing(plan.runs(), folder))
+    runs, done = "", len(plan.runs()) - len(record.missing(plan.runs()))
     if plan.runs():
         runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, "
     until = (
@@ -291,7 +292,7 @@ def print_outlook(plan: Plan, folder: Path) -> None:
         f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
     )
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
-    print(f"{runs}into {folder}; blocks {how}: {plan.blocks or until}")
+    print(f"{runs}into {record.folder}; blocks {how}: {plan.blocks or until}")
 
 
 def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:

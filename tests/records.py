@@ -1,9 +1,9 @@
 """Records as a trainer writes them, made up; each field can be given."""
 
+import copy
 import itertools
 import json
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import repeat
@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from compare.evidence.chain import reseal
-from compare.evidence.records import Comparison, RunRecord
+from msgspec import structs
+
+from compare.evidence.record import FILE, BlockLine, Record, SideLine, with_digests
+from compare.evidence.runs import NO_SETTINGS, RunRecord
 from compare.evidence.turns import Block, Turn
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import Case, OwnConfiguration, Plan, Run, Share, Words
-from compare.plan.plan_file import END, read_plan
-from recipe.files import write_json
+from compare.plan.plan import Case, OwnConfiguration, Plan, Run, Share, Words, turns_place
 from recipe.record.schema import Environment, Summary
 
 
@@ -98,13 +98,29 @@ def a_summary(**fields: Any) -> Summary:
     return Summary(**values | fields)
 
 
-def find(
-    comparison: Comparison, block: int, configuration: str, workers: int, case: str = ""
-) -> RunRecord:
+def find(record: Record, block: int, configuration: str, workers: int, case: str = "") -> RunRecord:
     """A planned run of a comparison."""
-    cell = (case, workers, configuration)
-    [run] = [run for run in comparison.runs if (run.block, run.cell) == (block, cell)]
+    [run] = [
+        run
+        for run in record.group_at(case, workers).runs
+        if (run.block, run.configuration) == (block, configuration)
+    ]
     return run
+
+
+def anew(record: Record) -> Record:
+    """The record, after a test has changed its runs: everything is computed anew."""
+    for name in ("groups", "unfinished", "square"):
+        record.__dict__.pop(name, None)
+    return record
+
+
+def with_plan(record: Record, *plans: Mapping[str, Any]) -> Record:
+    """The same measurements under another plan, which differs in these fields; of several plans
+    each follows the one before."""
+    other = copy.copy(record)
+    other._plans = [structs.replace(record.plan, **fields) for fields in plans]
+    return anew(other)
 
 
 def a_block(
@@ -120,32 +136,31 @@ def a_block(
 
 
 STEPS = 2  # of a made-up turn
-UNSEALED = {"digest": "", "ends": 1}  # what `reseal` is to seal
 PHASE_SHARES = {"data": 0.05, "forward": 0.25, "backward": 0.6, "optimizer": 0.09}
 
 
 def make_turns(
     folder: Path, speeds: dict[str, float], blocks: int = 6, rounds: int = 6, noise: float = 0.01
 ) -> Path:
-    """Have a comparison's folder measure by turns: `speeds` are images/s of each configuration at
-    one worker. Each block is slower than the one before, and its last round is disturbed. Without
+    """Have a comparison measure by turns: `speeds` are images/s of each configuration at one
+    worker. Each block is slower than the one before, and its last round is disturbed. Without
     exchange all are equally fast."""
     own = {"margin": 0.03, "blocks": blocks, "rounds": rounds, "order_seed": 3}
     edit(folder / "plan.json", measure="turns", **own)
-    record = read_plan(folder / "plan.json")
+    whole = {line["place"]: line for line in lines_of(folder) if line["line"] == "run"}
+    record = Record.open(folder)
     dice, clock = random.Random(5), 1_800_000_000.0
-    for number, (case, workers) in itertools.product(range(1, blocks + 1), record.groups()):
-        place = folder / "turns" / case / f"{workers}-workers/block-{number}"
-        runs = record.in_order(number, case, workers)
+    for number, (case, workers) in itertools.product(range(1, blocks + 1), record.plan.groups()):
+        runs = record.plan.in_order(number, case, workers)
         order = [run.configuration.name for run in runs]
-        images = {}
+        sides, images = {}, {}
         for run in runs:
-            source, side = folder / "block-1" / run.cell, place / run.configuration.name / "0/run"
-            side.mkdir(parents=True)
-            shutil.copy(source / "environment.json", side)
-            settings = json.loads((source / "config.json").read_text())
-            (side / "config.json").write_text(json.dumps(settings | {"seed": run.seed}))
-            images[run.configuration.name] = STEPS * settings["batch_size"] * workers
+            written = whole[f"block-1/{run.cell}"]
+            settings = written["settings"] | {"seed": run.seed}
+            sides[run.side] = SideLine(
+                command="", settings=settings, environment=written["environment"]
+            )
+            images[run.side] = STEPS * settings["batch_size"] * workers
         launch = {name: dice.gauss(1 - 0.01 * number, noise) for name in order}
         turns, slowest = [], min(speeds.values())
         for at in range(rounds):
@@ -160,47 +175,90 @@ def make_turns(
                     }
                     phases["backward"] -= exchange / STEPS
                     turns.append(
-                        {
-                            "side": name,
-                            "round": at,
-                            "seconds": seconds - exchange,
-                            "images": images[name],
-                            "cpu_seconds_per_image": workers / rate,
-                            "other_load": 0.8 if at == rounds - 1 else 0.02,
-                            "began": round(clock, 2),
-                            "purpose": purpose,
-                            "phases": phases,
-                            "straggler_ratio": 1.1 if workers > 1 else None,
-                        }
+                        Turn(
+                            side=name,
+                            round=at,
+                            seconds=seconds - exchange,
+                            images=images[name],
+                            cpu_seconds_per_image=workers / rate,
+                            other_load=0.8 if at == rounds - 1 else 0.02,
+                            began=round(clock, 2),
+                            purpose=purpose,
+                            phases=phases,
+                            straggler_ratio=1.1 if workers > 1 else None,
+                        )
                     )
                     clock += seconds + 0.1
-        block = {
-            "number": number,
-            "order": order,
-            "rounds": rounds,
-            "turns": turns,
-            "seconds": 40.0,
-            "steps": dict.fromkeys(order, STEPS),
-            **UNSEALED,
-        }
-        (place / "block.json").write_text(json.dumps(block))
+        steps = dict.fromkeys(order, STEPS)
+        block = Block(number, tuple(order), tuple(turns), steps=steps, seconds=40.0)
+        record.append(BlockLine(case=case, workers=workers, block=block, sides=sides))
         clock += 20
-    reseal(folder)
     return folder
 
 
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a comparison's record."""
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def write_lines(folder: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Write a record with these lines, as if they had been measured: with right digests."""
+    (folder / FILE).write_text(with_digests(lines)[0])
+
+
+def part_of(lines: Sequence[dict[str, Any]], name: Path) -> dict[str, Any]:
+    """The part of a record that holds a file: `plan.json`, a file of a run's folder such as
+    `block-1/ddp-mpi-2/summary.json`, `turns/2-workers/block-2/block.json`, or a file of a side in
+    that folder, such as `ddp-mpi/config.json`."""
+    key = {"config": "settings"}.get(name.stem, name.stem)
+    if key == "plan":
+        return next(line["plan"] for line in reversed(lines) if line["line"] == "plan")
+    for line in lines:
+        if line["line"] == "run" and line["place"] == str(name.parent):
+            return line[key]
+        if line["line"] == "block":
+            number = line["block"]["number"]
+            place = turns_place(line["case"], line["workers"]) / f"block-{number}"
+            if key == "block" and name.parent == place:
+                return line["block"]
+            if name.parent.parent == place:
+                return line["sides"][name.parent.name][key]
+    raise KeyError(name)
+
+
 def edit(path: Path, **changes: Any) -> None:
-    """Change fields of a comparison's JSON file, as if it had been written so: with its seals, and
-    a plan with its end. The value `...` removes one."""
-    record = json.loads(path.read_text()) | changes
-    if path.name == "plan.json" and "ends" not in changes:
-        record["ends"] = [{name: record[name] for name in ("created_utc", *END)}]
-    write_json(path, {field: value for field, value in record.items() if value is not ...})
-    reseal(next(folder for folder in path.parents if (folder / "plan.json").exists()))
+    """Change fields of what a comparison recorded, as if it had been measured so: with right
+    digests. The value `...` removes one. `path`: the comparison's folder and a name of `part_of`.
+    """
+    folder = next(parent for parent in path.parents if (parent / FILE).exists())
+    lines = lines_of(folder)
+    part = part_of(lines, path.relative_to(folder))
+    part.update(changes)
+    for field in [field for field, value in changes.items() if value is ...]:
+        del part[field]
+    write_lines(folder, lines)
+
+
+def fail_run(folder: Path, place: str, **outcome: Any) -> None:
+    """Have a whole run of a record failed, with nothing recorded but its outcome."""
+    lines = lines_of(folder)
+    for line in lines:
+        if line.get("place") == place:
+            line.update(line="failure", outcome={"status": "failed", **outcome}, output="an error")
+    write_lines(folder, lines)
+
+
+def drop_runs(folder: Path, *places: str) -> None:
+    """Remove whole runs from a record; all of them if none is named."""
+    lines = lines_of(folder)
+    dropped = [
+        line for line in lines if line["line"] == "run" and (not places or line["place"] in places)
+    ]
+    write_lines(folder, [line for line in lines if line not in dropped])
 
 
 class MadeUpBlocks:
-    """Stands for run_block: a block takes a minute, and each side has a speed of its own, which
+    """Stands for run_blocks: a block takes a minute, and each side has a speed of its own, which
     scatters. It notes what it has measured. `error`, if there is one, comes after so many blocks.
     """
 
@@ -212,14 +270,13 @@ class MadeUpBlocks:
 
     def __call__(
         self,
-        sides: Sequence[Run],
+        cases: Sequence[Sequence[Run]],
         plan: Plan,
         folder: Path,
         number: int,
-        *_: Any,
-        seal: Callable[[dict[str, Any]], dict[str, Any]],
-        **__: Any,
-    ) -> Block:
+        report: Callable[[str], None],
+    ) -> list[BlockLine]:
+        [sides] = cases
         if self.error is not None and len(self.folders) >= self.error_after:
             raise self.error
         noise = random.Random(number)  # the same in every folder
@@ -231,8 +288,19 @@ class MadeUpBlocks:
         turns = tuple(Turn(name, at, 64 / speed, 64, 0.001) for name, at, speed in speeds)
         order, seconds = tuple(side.side for side in sides), 60.0 + self.disturbed
         block = Block(number, order, turns, seconds=seconds, disturbed_seconds=self.disturbed)
-        folder.mkdir(parents=True)
-        write_json(folder / "block.json", seal(asdict(block)))
         self.folders.append(folder)
         self.orders.append(order)
-        return block
+        line = BlockLine(
+            case=sides[0].case,
+            workers=sides[0].workers,
+            block=block,
+            sides={
+                side.side: SideLine(
+                    command="",
+                    settings=NO_SETTINGS,
+                    environment=asdict(an_environment(world_size=side.workers)),
+                )
+                for side in sides
+            },
+        )
+        return [line]

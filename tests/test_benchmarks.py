@@ -3,12 +3,11 @@
 No test asserts a speed.
 """
 
-import json
 import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 from launching import ROOT, run
 from PIL import Image
-from records import a_block, a_plan, edit
+from records import a_plan, edit
 from test_compare_records import make_comparison
 
 from benchmarks import run as bench_run
@@ -25,8 +24,8 @@ from benchmarks.programs.trainer import Nothing
 from compare.evidence import goals
 from compare.evidence.goals import Goal, decided
 from compare.evidence.paired import Estimate, student_quantile
-from compare.evidence.reading import read_block
-from compare.evidence.records import load_comparison
+from compare.evidence.record import contradictions_of_turns, read_comparison
+from compare.evidence.turns import Block, Turn
 from compare.page.formats import as_json, as_markdown, as_text
 from compare.page.report import Report
 from compare.page.tables import goals_tables, table_text
@@ -113,7 +112,7 @@ def measured(tmp_path: Path) -> Path:
 
 def goal_lines(folder: Path) -> list[str]:
     """The lines of the table of goals."""
-    [table] = goals_tables([Report(load_comparison(folder))])
+    [table] = goals_tables([Report(read_comparison(folder))])
     return [line for line in table_text(table).splitlines() if "≥" in line]
 
 
@@ -121,14 +120,14 @@ def test_goals_are_judged_and_shown(measured: Path) -> None:
     pair, side = goal_lines(measured)
     assert re.search(r"ddp-torchrun / horovod-mpi +≥ 1.050 +1.\d+ +1.\d+ – 1.\d+ +3 +reached", pair)
     assert re.search(r"ddp-torchrun +≥ 100 images/s +[\d,]+ images/s .* reached", side)
-    report = Report(load_comparison(measured))
+    report = Report(read_comparison(measured))
     [table] = goals_tables([report, report])
     assert table_text(table).count("How fast?") == 4
     for text in (as_text([report, report]), as_markdown([report, report])):
         assert text.count("How fast?") == 4, "side by side the goals are there, too"
     assert '"verdict": "reached"' in as_json([report])
     edit(measured / "plan.json", goals={})
-    assert goals_tables([Report(load_comparison(measured))]) == []
+    assert goals_tables([Report(read_comparison(measured))]) == []
 
 
 def test_sides_that_differ_in_what_the_plan_does_not_vary_reach_no_goal(measured: Path) -> None:
@@ -228,15 +227,13 @@ def test_unusable_flags_are_refused(refusal: Callable[..., str]) -> None:
 # --------------------------------------------------------------------------------- what is started
 
 
-def test_a_side_may_have_no_phases(tmp_path: Path) -> None:
+def test_a_side_may_have_no_phases() -> None:
     """A bare loop beside a trainer."""
-    block = json.loads(json.dumps(asdict(a_block({"loop": [9.0, 9.0], "ddp": [8.0, 8.0]}))))
-    block |= {"steps": {"loop": 1, "ddp": 1}}
-    for turn in block["turns"][2:]:
-        turn["phases"] = {"backward": 0.1}
-    path = tmp_path / "block.json"
-    path.write_text(json.dumps(block))
-    assert read_block(path).phases("loop") == {}
+    turns = [Turn(side, 0, 1.0, 9.0, 0.1) for side in ("loop", "ddp")]
+    turns[1] = replace(turns[1], phases={"backward": 0.1})
+    block = Block(1, ("loop", "ddp"), tuple(turns), steps={"loop": 1, "ddp": 1})
+    assert list(contradictions_of_turns(block, [])) == [] and block.phases("loop") == {}
+    assert block.phases("ddp")["backward_seconds"] == 0.1
 
 
 def test_a_trainer_without_instruments_takes_turns() -> None:

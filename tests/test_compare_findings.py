@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from making import CPU, a_config, a_world
-from records import a_plan, edit, find, make_turns
+from records import a_plan, anew, drop_runs, edit, fail_run, find, make_turns
 from test_compare_records import TWO_CASES, change, edit_fingerprint, make_comparison
 
 from compare.evidence.equality import (
@@ -20,9 +20,9 @@ from compare.evidence.equality import (
     EQUAL_WHERE_USED,
     PLACES,
     START,
-    compare_facts,
 )
-from compare.evidence.records import Comparison, load_comparison
+from compare.evidence.labels import labels_of
+from compare.evidence.record import Record, read_comparison
 from compare.evidence.rows import (
     Row,
     phase_rows,
@@ -30,7 +30,6 @@ from compare.evidence.rows import (
     training_rows,
 )
 from compare.evidence.verdicts import judge
-from compare.evidence.words import labels_of
 from compare.page.formats import as_markdown, as_page, as_text
 from compare.page.plots import ALONE, draw_plots
 from compare.page.report import MISSING, Report, notices
@@ -55,15 +54,15 @@ DDP_TUNED = Configuration("ddp-tuned", "ddp", "torchrun", flags=("--static-graph
 DDP_BATCH = Configuration("ddp-64", "ddp", "torchrun", flags=("--batch-size", "64"))
 
 
-def compare(tmp_path, ratio: float = 1.1, **plan: Any) -> Comparison:
+def compare(tmp_path, ratio: float = 1.1, **plan: Any) -> Record:
     """Make a comparison and load it: of one number of workers unless told otherwise."""
     settings = {"workers": (2,), "blocks": 3, **plan}
-    return load_comparison(make_comparison(tmp_path / "compare-1", a_plan(**settings), ratio))
+    return read_comparison(make_comparison(tmp_path / "compare-1", a_plan(**settings), ratio))
 
 
-def differing(comparison: Comparison) -> list[list[str]]:
+def differing(comparison: Record) -> list[list[str]]:
     """Return the fields that forbid each verdict."""
-    verdicts = judge(comparison)
+    verdicts = judge(anew(comparison))
     assert all((verdict.speed is None) == bool(verdict.differences) for verdict in verdicts)
     return [[fact.field for fact in verdict.differences] for verdict in verdicts]
 
@@ -96,7 +95,7 @@ def real_fingerprint(config: Config) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory) -> Comparison:
+def real(tmp_path_factory) -> Record:
     """A comparison of the two engines in which every run says of itself what real ones do."""
     comparison = compare(tmp_path_factory.mktemp("real"), blocks=1)
     told = real_fingerprint(CONFIG)
@@ -117,7 +116,7 @@ def real(tmp_path_factory) -> Comparison:
     return comparison
 
 
-def caught_in(comparison: Comparison, record: dict[str, Any], field: str) -> list[str]:
+def caught_in(comparison: Record, record: dict[str, Any], field: str) -> list[str]:
     """Change one field of one run, and return what then forbids the verdict."""
     with mock.patch.dict(record, {field: another(record[field])}):
         [fields] = differing(comparison)
@@ -211,7 +210,7 @@ def test_a_report_says_what_is_this_projects_own(tmp_path, names, device, flags,
     for run in comparison.runs:
         run.config.flags.update(flags)
         change(run.environment, device=device, variables=variables)
-    report = Report(comparison)
+    report = Report(anew(comparison))
     assert {text for text in OWN if text in report.ours} == said
     for written in (as_text([report]), as_markdown([report]), as_page([report])):
         assert ("Not engine defaults: " in written) is bool(said)
@@ -254,14 +253,14 @@ def test_a_setting_that_the_plan_varies_may_differ(tmp_path, names, pairs, defin
 def test_nothing_but_the_varied_setting_may_differ(tmp_path, pair, run, field, value):
     comparison = compare(tmp_path, configurations=pair, defined=(DDP_FP16, HOROVOD_FP16))
     edit_fingerprint(comparison.folder / run, field, value)
-    comparison = load_comparison(comparison.folder)
+    comparison = read_comparison(comparison.folder)
     assert differing(comparison) == [[field]]
     assert judge(comparison)[0].sentence().endswith("differ in more than the plan varies.")
 
 
-def varied_in(comparison: Comparison) -> set[str]:
+def varied_in(comparison: Record) -> set[str]:
     """Return the fields that differ as the plan has them differ."""
-    facts = compare_facts(comparison, "", 2)
+    facts = anew(comparison).groups[0].facts
     return {fact.field for fact in facts if fact.is_varied and not fact.is_confounder}
 
 
@@ -356,13 +355,13 @@ def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
     }
     defined = (twin, DDP_FP16, DDP_TUNED, HOROVOD_TUNED, stock)
     comparison = compare(tmp_path, configurations=tuple(labels), defined=defined, blocks=1)
-    assert labels_of(comparison) == labels
+    assert labels_of(anew(comparison)) == labels
 
 
 # ------------------------------------------------------------------------- the null test
 
 
-def set_speeds(comparison: Comparison, pairs: list[tuple[float, float]], case: str = "") -> None:
+def set_speeds(comparison: Record, pairs: list[tuple[float, float]], case: str = "") -> None:
     """Set the throughputs of the plan's first pair, block by block."""
     for block, speeds in enumerate(pairs, start=1):
         for name, speed in zip(comparison.plan.pairs()[0], speeds, strict=True):
@@ -400,7 +399,7 @@ def set_speeds(comparison: Comparison, pairs: list[tuple[float, float]], case: s
 def test_a_null_test_says_whether_all_is_well(tmp_path, speeds, words):
     comparison = compare(tmp_path, configurations=("ddp-torchrun",), null=True)
     set_speeds(comparison, speeds)
-    [verdict] = judge(comparison)
+    [verdict] = judge(anew(comparison))
     assert (verdict.first, verdict.second) == ("ddp-torchrun", "ddp-torchrun-again")
     assert verdict.second_label == "DDP over Gloo, again"
     assert verdict.sentence().startswith(words)
@@ -429,7 +428,7 @@ def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision,
     folder = make_comparison(tmp_path / "compare-1", plan)
     make_turns(folder, dict(zip(names, (speed, speed, 100.0), strict=True)), noise=noise)
     edit(folder / "plan.json", blocks=blocks)
-    comparison = load_comparison(folder)
+    comparison = read_comparison(folder)
     null, control = judge(comparison)
     assert (control.first, control.second) == names[::2]
     assert control.second_label == "DDP over Gloo, delayed"
@@ -448,9 +447,8 @@ def test_the_runs_of_two_cases_are_never_compared(tmp_path):
     find(comparison, 2, "horovod-mpi", 2, "VGG-16").summary.fingerprint["arch"] = "resnet18"
     assert differing(comparison) == [[], ["arch"]]
     # A run that failed is missed in its own case alone.
-    outcome = comparison.folder / "block-1/VGG-16/horovod-mpi-2/outcome.json"
-    edit(outcome, status="failed", exit_code=3)
-    comparison = load_comparison(comparison.folder)
+    fail_run(comparison.folder, "block-1/VGG-16/horovod-mpi-2", exit_code=3)
+    comparison = read_comparison(comparison.folder)
     assert [verdict.speed.blocks for verdict in judge(comparison)] == [3, 2]
     [line] = dict(notices(comparison))[MISSING]
     assert "block-1/VGG-16/horovod-mpi-2: failed with exit code 3" in line
@@ -464,23 +462,23 @@ def test_phases_of_whole_runs_are_means_in_which_the_exchange_is_part_of_backwar
     for block, seconds in enumerate((0.3, 0.1, 0.2), start=1):
         phases = find(comparison, block, "horovod-mpi", 2).summary.phases
         change(phases, step_seconds=seconds, data_seconds=seconds / 2)
-    told = phase_rows(comparison)[1]
+    told = phase_rows(anew(comparison))[1]
     assert (told["step_seconds"], told["data_seconds"]) == pytest.approx((0.2, 0.1))
     assert "exposed_communication_seconds" not in told
     for run in comparison.runs:  # phases that were not measured have no row
         change(run.summary, phases=Phases())
-    assert (phase_rows(comparison), explained(comparison)) == ([], [])
+    assert (phase_rows(anew(comparison)), explained(comparison)) == ([], [])
 
 
-def by_turns(folder: Path, speeds: dict[str, float], workers: int = 2) -> Comparison:
+def by_turns(folder: Path, speeds: dict[str, float], workers: int = 2) -> Record:
     """A comparison whose steps differ in the exchange of gradients alone; see `make_turns`."""
     plan = a_plan(configurations=tuple(speeds), workers=(workers,), blocks=1)
-    return load_comparison(make_turns(make_comparison(folder, plan), speeds))
+    return read_comparison(make_turns(make_comparison(folder, plan), speeds))
 
 
-def explained(comparison: Comparison) -> list[Row]:
+def explained(comparison: Record) -> list[Row]:
     """Return in which phases the verdicts' differences are."""
-    return Report(comparison).phase_differences
+    return Report(anew(comparison)).phase_differences
 
 
 SPEEDS = {"ddp-torchrun": 100.0, "horovod-mpi": 80.0}
@@ -541,7 +539,7 @@ def test_steps_of_different_size_and_no_difference_are_not_explained(
     pair = ("ddp-torchrun", other)
     comparison = compare(tmp_path, configurations=pair, defined=(DDP_BATCH,))
     set_speeds(comparison, speeds)
-    assert (judge(comparison)[0].decision == "slower") == shown
+    assert (judge(anew(comparison))[0].decision == "slower") == shown
     assert explained(comparison) == []
 
 
@@ -557,7 +555,7 @@ def test_resources_are_medians_and_memory_has_an_interval(tmp_path):
         change(summary.input, files_per_second=100.0 * block, wait_share=share)
     for block in (1, 2, 3):
         change(find(comparison, block, "horovod-mpi", 2).summary, input=Input())
-    ddp, horovod = training_rows(comparison)
+    ddp, horovod = training_rows(anew(comparison))
     assert (ddp["gpu_watts"], ddp["gpu_joules_per_image"], horovod["gpu_watts"]) == (
         200,
         None,
@@ -572,7 +570,7 @@ def test_resources_are_medians_and_memory_has_an_interval(tmp_path):
     assert (horovod["images_per_second"], horovod["wait_share"]) == (None, None)
     # A run that others disturbed has no times, and what is left are the others'.
     change(find(comparison, 3, "ddp-torchrun", 2), other_load=1.5)
-    ddp, _ = training_rows(comparison)
+    ddp, _ = training_rows(anew(comparison))
     assert (ddp["gpu_watts"], ddp["files_per_second"], ddp["wait_share"]) == (
         200,
         150.0,
@@ -584,6 +582,6 @@ def test_resources_are_medians_and_memory_has_an_interval(tmp_path):
 def test_equal_weights_are_claimed_only_for_the_blocks_that_all_pairs_have(tmp_path):
     """At one worker a block is missing."""
     folder = make_comparison(tmp_path / "compare-1", a_plan())
-    (folder / "block-3/ddp-torchrun-1/outcome.json").unlink()
-    told = Report(load_comparison(folder)).equal_weights
+    drop_runs(folder, "block-3/ddp-torchrun-1")
+    told = Report(read_comparison(folder)).equal_weights
     assert told == "Whole trainings ended with bit-equal weights (2 blocks)."

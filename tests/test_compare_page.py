@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from needs import skip_if_missing
-from records import a_plan, edit
+from records import a_plan, edit, fail_run
 from test_compare_records import make_comparison, make_square
 
 from compare import report
@@ -59,12 +59,12 @@ def pages(tmp_path_factory):
     folders["square"] = make_square(root / "square", workers=(1, 2))
     folders["troubles"] = troubles = make_comparison(root / "troubles")
     for file, changes in {
-        "block-1/ddp-torchrun-1/outcome.json": {"status": "failed", "exit_code": 3},
         "block-2/horovod-mpi-2/outcome.json": {"other_load": 1.7},
         "block-2/horovod-mpi-2/environment.json": {"cpu_model": "Another one"},
         "plan.json": {"created_utc": "2026-11-22T12:00:00+00:00"},
     }.items():
         edit(troubles / file, **changes)
+    fail_run(troubles, "block-1/ddp-torchrun-1", exit_code=3)
     assert [report.main([str(folder)]) for folder in folders.values()] == [0] * len(folders)
     paths = {name: folder / "report.html" for name, folder in folders.items()}
     paths["side by side"] = root / "side-by-side.html"

@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import UNSEALED, a_plan, a_summary, an_environment, edit, find, make_turns
-
-from compare.evidence import records as records_module
-from compare.evidence.chain import reseal
-from compare.evidence.reading import TimedSummary, contradictions
-from compare.evidence.records import (
-    load_comparison,
+from records import (
+    a_plan,
+    a_summary,
+    an_environment,
+    edit,
+    lines_of,
+    make_turns,
+    write_lines,
 )
-from compare.page.formats import as_markdown, as_page, as_text
-from compare.page.report import Report
-from compare.plan.plan import Plan, Run
-from compare.plan.plan_file import plan_record, write_plan
+
+from compare.evidence import record as record_module
+from compare.evidence.reading import TimedSummary, contradictions
+from compare.evidence.record import Record, read_comparison
+from compare.plan.plan import Outcome, Plan, Run
+from compare.plan.plan_file import plan_record
+from compare.running.comparison import record_plan, record_run
 from recipe.errors import UserError
 from recipe.record.schema import Input, Phases, Settings
 
@@ -35,10 +39,12 @@ def make_comparison(folder: Path, plan: Plan | None = None, ratio: float = 1.1) 
     time in the exchange of gradients."""
     plan = plan or a_plan()
     folder.mkdir(parents=True, exist_ok=True)
-    write_plan(folder / "plan.json", plan_record(plan, "2026-11-21T12:00:00+00:00"))
+    record = Record(folder)
+    record_plan(plan_record(plan, "2026-11-21T12:00:00+00:00"), record)
+    outcome = Outcome("completed", 0, other_load=0.05, seconds=12.5)
     for run in plan.runs():
         make_run(folder, run, ratio)
-    reseal(folder)
+        record_run(run, outcome, record)
     return folder
 
 
@@ -96,7 +102,7 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
         "engine": own.engine,
         "launcher": "mpirun" if own.controller == "mpi" else own.launcher,
         "transport": "MPI" if over_mpi else "Gloo",
-        "world_size": run.workers,
+        "world_size": 1 if own.trained_by.is_one_worker else run.workers,
         "threads": 2 // run.workers,
     }
     digest = f"{settings['seed']:02d}{run.workers}{run.case}".encode().hex().ljust(64, "a")[:64]
@@ -181,8 +187,6 @@ def make_run(comparison: Path, run: Run, ratio: float = 1.1) -> Path:
             )
         ),
     )
-    ended = {"status": "completed", "exit_code": 0, "seconds": 12.5, "other_load": 0.05}
-    write(folder / "outcome.json", {**ended, **UNSEALED})
     for name, text in {
         "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines),
         "command.txt": "torchrun ... train.py\n",
@@ -221,11 +225,13 @@ def one_block(tmp_path):
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent for path in RESULTS.glob("*/*/plan.json")))
+@pytest.mark.parametrize("folder", sorted(path.parent for path in RESULTS.glob("*/*/record.jsonl")))
 def test_recorded_comparisons_are_whole(folder):
-    comparison = load_comparison(folder)
-    assert comparison.damaged_blocks == []
-    for run in comparison.complete:
+    record = read_comparison(folder)
+    assert record.problem == ""
+    kept = dict(reversed(line.split()) for line in (RESULTS / "sha256sums.txt").open())
+    assert record.head == kept[str(record.path.relative_to(RESULTS))]
+    for run in record.complete:
         assert run.summary.phases.step_seconds
         assert bool(run.evaluations) == (run.summary.top1 is not None)
 
@@ -253,8 +259,7 @@ OF_32 = "72 steps have 32 images each"
 )
 def test_figures_that_do_not_fit_together_are_named(one_block, file, changes, message):
     edit(one_block / "block-1/ddp-torchrun-1" / file, **changes)
-    reason = reason_of(one_block, "ddp-torchrun-1")
-    assert re.search(rf"ddp-torchrun-1/.*{message}", reason)
+    assert re.search(rf"line \d+: .*{message}", Record.open(one_block).problem)
 
 
 TOOK = "images_per_second is {}, but a step of 32 to 64 images took 0.1 s"
@@ -278,59 +283,44 @@ def test_steps_grow_as_the_settings_say(images, speed, message):
     assert message in next(contradictions(settings, summary, 72), "")
 
 
-def reason_of(folder: Path, cell: str) -> str:
-    """Load a comparison of which one run of the first block is to be unreadable; return why."""
-    [run] = [run for run in load_comparison(folder).runs if not run.is_complete]
-    assert (run.status, run.folder) == ("unreadable", folder / "block-1" / cell)
-    return run.reason
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: "", "metrics.jsonl, its last line is not a JSON object"),
-        (
-            lambda text: text + '{"kind": "step", "ep',
-            "metrics.jsonl, its last line is not a JSON object",
-        ),
+        (lambda text: "", "its last line is of step None"),
+        (lambda text: text + '{"kind": "step", "ep', "line 9 is not a JSON object"),
         (lambda text: text[: len(text) // 2].rpartition("\n")[0], "but the run had 72 steps"),
+        (
+            lambda text: text.replace('"seconds": 0.1', '"seconds": -1.0'),
+            "line 3: seconds = -1.0: expected `float`",
+        ),
     ],
 )
-def test_metrics_that_were_cut_or_emptied_make_a_run_unreadable(one_block, damage, message):
-    path = one_block / "block-1/ddp-torchrun-1/metrics.jsonl"
-    path.write_text(damage(path.read_text()))
-    assert message in reason_of(one_block, "ddp-torchrun-1")
+def test_a_run_whose_metrics_are_damaged_is_not_recorded(tmp_path, damage, message):
+    plan, folder = a_plan(blocks=1), tmp_path / "compare-1"
+    record = Record(folder)
+    folder.mkdir()
+    record_plan(plan_record(plan, "2026-11-21T12:00:00+00:00"), record)
+    run = plan.runs()[0]
+    metrics = make_run(folder, run) / "metrics.jsonl"
+    metrics.write_text(damage(metrics.read_text()))
+    before = record.path.read_bytes()
+    with pytest.raises(UserError, match=message):
+        record_run(run, Outcome("completed"), record)
+    assert record.path.read_bytes() == before and record.complete == []
 
 
-def test_a_damaged_line_drops_the_learning_curve_and_is_named_everywhere(one_block):
-    """Also where nothing has asked for the curve yet, as on a terminal."""
-    path = one_block / "block-1/ddp-torchrun-1/metrics.jsonl"
-    lines = path.read_text().splitlines()
-    lines[5] = json.dumps({**json.loads(lines[5]), "seconds": -1.0})
-    path.write_text("\n".join(lines))
-    report = Report(load_comparison(one_block))
-    [(_, [line])] = report.notices
-    assert f"unreadable: {path}, line 6: seconds = -1.0: expected `float` >" in line
-    assert "no learning curve" in line
-    for text in (as_text([report]), as_markdown([report]), as_page([report])):
-        assert "no learning curve" in text
-    run = find(report.comparison, 1, "ddp-torchrun", 1)
-    assert run.is_complete and run.evaluations == []
-
-
-def test_a_run_in_the_wrong_folder_is_refused(tmp_path):
+def test_a_run_in_the_wrong_place_is_refused(tmp_path):
     """Within each case runs would be equal, and look like a fair comparison of the other one."""
     cases = {"A": ("--seed", "1"), "B": ("--seed", "2")}
     folder = make_comparison(tmp_path / "compare-1", a_plan(cases=cases, blocks=1))
-    (folder / "block-1/A").rename(folder / "aside")
-    (folder / "block-1/B").rename(folder / "block-1/A")
-    (folder / "aside").rename(folder / "block-1/B")
-    with pytest.raises(UserError, match=r"block-1/A/.*measured as block-1/B/"):
-        load_comparison(folder)
+    lines = lines_of(folder)
+    lines[1]["place"] = lines[1]["place"].replace("A", "C")
+    write_lines(folder, lines)
+    assert "is no run of the plan" in Record.open(folder).problem
 
 
 def test_a_third_peer_leaves_the_square_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "PEERS", {"deepspeed": "DeepSpeed", **records_module.PEERS})
+    monkeypatch.setattr(record_module, "PEERS", {"deepspeed": "DeepSpeed", **record_module.PEERS})
     folder = Path(__file__).parent.parent / "results" / "xeon-amx-2-cores/2026-11-25-square-1"
-    corners = load_comparison(folder).square
+    corners = read_comparison(folder).square
     assert [*corners] == [("ddp", "MPI"), ("horovod", "MPI"), ("ddp", "Gloo"), ("horovod", "Gloo")]

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 from launching import read_json
-from records import a_plan, edit
+from records import a_plan, drop_runs, edit, fail_run, lines_of, write_lines
 from test_compare_records import edit_fingerprint, make_comparison, make_square
 
 from compare import report
 from compare.evidence.paired import Estimate
-from compare.evidence.records import load_comparison
+from compare.evidence.record import read_comparison
 from compare.evidence.rows import training_rows
 from compare.page.formats import as_page
 from compare.page.plots import draw_plots
@@ -58,7 +58,7 @@ def csv_lines(folder: Path, capsys) -> list[dict[str, str]]:
 
 
 def page_of(folder: Path) -> str:
-    return as_page([Report(load_comparison(folder))])
+    return as_page([Report(read_comparison(folder))])
 
 
 def are_in_order(text: str, *words: str) -> bool:
@@ -77,16 +77,22 @@ def test_unequal_weights_are_told(folder, capsys):
         assert words in text
 
 
+def fail_first(folder: Path, place: str) -> None:
+    """Have a run failed once before it was made."""
+    failed = {"place": place, "block": 1, "outcome": {"status": "failed"}, "output": "an error"}
+    first, *others = lines_of(folder)
+    write_lines(folder, [first, {"line": "failure", **failed}, *others])
+
+
 def test_failed_and_missing_runs_are_said(folder, capsys):
-    for file in ("summary.json", "outcome.json"):
-        (folder / "block-3/horovod-mpi-1" / file).unlink()
-    (folder / "block-2/horovod-mpi-2.failed-1").mkdir()
+    drop_runs(folder, "block-3/horovod-mpi-1")
+    fail_first(folder, "block-2/horovod-mpi-2")
     text = report_text(folder, capsys)
     for words in (
         "block-3/horovod-mpi-1: not run",
         "2 of 3",
         "an interval needs 3 blocks",
-        "horovod-mpi-2.failed-1: failed, and was run again",
+        "horovod-mpi-2: failed, and was run again",
     ):
         assert words in text
 
@@ -98,10 +104,12 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
         "data-parallel": {"world_size": 1, "weights_sha256": "c" * 64},
         "parameter-server": {"rung": {"staleness": 0.75, "largest_staleness": 2}},
     }
-    for run in folder.glob("block-*/*"):
-        fields = own.get(run.name.removesuffix("-2"), {})
-        edit(run / "summary.json", network_bytes_per_step=2.5e6, **fields)
-        edit(run / "environment.json", world_size=fields.get("world_size", 2))
+    lines = lines_of(folder)
+    for line in lines[1:]:
+        fields = own.get(Path(line["place"]).name.removesuffix("-2"), {})
+        line["summary"].update(network_bytes_per_step=2.5e6, **fields)
+        line["environment"].update(world_size=fields.get("world_size", 2))
+    write_lines(folder, lines)
     rows = json.loads(written([str(folder), "--json"], capsys))["trainings"]
     assert {row["network_bytes_per_step"] for row in rows} == {2.5e6}
     assert [row["weights"] for row in rows] == ["equal", "equal", "0 of 3 equal", "equal"]
@@ -109,20 +117,20 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
     text = report_text(folder, capsys)
     assert re.search(r"parameter-server +2 +400 .* 2\.5 +0\.75", text)
     assert "bubble, %" not in text, "none of them is a pipeline"
-    edit(folder / "block-1/ddp-torchrun-2/outcome.json", status="failed")
-    after = training_rows(load_comparison(folder))[2]
+    fail_run(folder, "block-1/ddp-torchrun-2")
+    after = training_rows(read_comparison(folder))[2]
     assert after["weights"] == "0 of 2 equal"  # in block 1 there is nothing to compare with
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nowhere", "does not exist"), (".", "holds no plan.json"), ("failed", "(12 failed); see")],
+    [("nowhere", "does not exist"), (".", "holds no record.jsonl"), ("failed", "(12 failed); see")],
 )
 def test_nothing_to_report_is_one_message_and_exit_code_1(tmp_path, template, name, words, refusal):
     if name == "failed":
-        shutil.copytree(template, tmp_path / name)
-    for path in tmp_path.glob("failed/block-*/*/outcome.json"):
-        edit(path, status="failed", exit_code=1)
+        folder = shutil.copytree(template, tmp_path / name)
+        for line in lines_of(folder)[1:]:
+            fail_run(folder, line["place"], exit_code=1)
     assert words in refusal(report.main, [str(tmp_path / name)], code=1)
 
 
@@ -203,7 +211,7 @@ def test_a_thousand_runs_stay_under_a_megabyte(tmp_path):
 
 
 def test_csv_holds_a_line_for_each_planned_run_with_its_units(folder, capsys):
-    edit(folder / "block-1/ddp-torchrun-2/outcome.json", status="failed", exit_code=3)
+    fail_run(folder, "block-1/ddp-torchrun-2", exit_code=3)
     lines = {line["folder"]: line for line in csv_lines(folder, capsys)}
     assert len(lines) == 12
     one = lines["block-2/horovod-mpi-1"]
@@ -275,8 +283,10 @@ def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
 def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, capsys):
     other = make_comparison(tmp_path / "after", a_plan(workers=(2,)), ratio=1.5)
     edit(other / "plan.json", created_utc="2026-11-22T12:00:00+00:00")
-    for path in other.glob("*/*/environment.json"):
-        edit(path, cpu_model="A Processor 9001")
+    lines = lines_of(other)
+    for line in lines[1:]:
+        line["environment"].update(cpu_model="A Processor 9001")
+    write_lines(other, lines)
     page = tmp_path / "both.html"
     text = written([str(folder), str(other), "--html", str(page)], capsys)
     for pattern in (
@@ -304,7 +314,7 @@ def test_without_a_path_it_is_the_newest_under_runs(folder, tmp_path, monkeypatc
 def test_warnings_stand_by_the_verdict_unless_no_verdict_uses_the_run(folder, capsys):
     edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
     edit(folder / "block-2/horovod-mpi-2/outcome.json", other_load=1.7)
-    (folder / "block-1/horovod-mpi-2.failed-1").mkdir()
+    fail_first(folder, "block-1/horovod-mpi-2")
     near = ("Horovod was built without NCCL", "other processes kept 1.7")
     aside = ("Runs that do not affect the speed verdicts", "failed, and was run again")
     assert are_in_order(report_text(folder, capsys), *near, *aside)
@@ -332,7 +342,7 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
 
 def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
     def lines() -> list[str]:
-        plots = {plot.name: plot for plot in draw_plots(Report(load_comparison(square)))}
+        plots = {plot.name: plot for plot in draw_plots(Report(read_comparison(square)))}
         return [layer.key for layer in plots["time-to-accuracy"].layers if layer.kind == "line"]
 
     assert len(lines()) == 4
@@ -365,7 +375,7 @@ def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
     ],
 )
 def test_the_headline_is_the_first_verdict_in_a_plain_sentence(folder, fields, words):
-    made_up = Report(load_comparison(folder))
+    made_up = Report(read_comparison(folder))
     ratio = fields.pop("ratio", 1.25)
     speed = Estimate(ratio, ratio * 0.8, ratio * 1.25, (ratio,) * 3, 0.05, 2)
     own = {"first_label": "A over MPI", "second_label": "B over MPI", "decision": "faster"}

@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import pytest
 from launching import marked, rarely, read_json, wait_until
-from records import a_summary
+from records import a_summary, an_environment, lines_of
 
 from compare import run
+from compare.evidence.record import Record
 from compare.plan import launchers, plan_file
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.launchers import START_COMMANDS, StartCommand
@@ -73,7 +74,13 @@ if value("--spread"):  # of the speeds over the blocks: the first blocks' alone,
     if value("--spread") == "all" or int(run[6:].split("/")[0]) <= int(value("--spread")):
         speed *= random.uniform(0.5, 2)
 (folder / "metrics.jsonl").write_text(line * 10)
-(folder / "summary.json").write_text(json.dumps({**SUMMARY, "images_per_second": speed}))
+workers, own = int(value("--name").rpartition("-")[2]), {"batch_size": 32}
+sizes = {**own, "world_size": workers, "batches_per_allreduce": 1}
+summary = {"steps": 7, "samples_seen": 7 * 32 * workers, "fingerprint": sizes}
+(folder / "config.json").write_text(json.dumps({**own, "log_dir": "", "name": None}))
+(folder / "environment.json").write_text(json.dumps({**ENVIRONMENT, "world_size": workers}))
+(folder / "summary.json").write_text(
+    json.dumps({**SUMMARY, **summary, "images_per_second": speed}))
 """
 
 DRIVER = """
@@ -115,7 +122,9 @@ class Comparing:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.folder, self.monkeypatch = folder, monkeypatch
-        (folder / "launcher.py").write_text(f"SUMMARY = {asdict(a_summary())!r}\n{LAUNCHER}")
+        records = {"SUMMARY": a_summary(), "ENVIRONMENT": an_environment()}
+        told = "".join(f"{name} = {asdict(record)!r}\n" for name, record in records.items())
+        (folder / "launcher.py").write_text(told + LAUNCHER)
         (folder / "driver.py").write_text(DRIVER.format(launcher=str(folder / "launcher.py")))
         self.starts_file = folder / "starts.txt"
         self.starts_file.touch()
@@ -158,7 +167,9 @@ class Comparing:
         wait_until(lambda: list(self.folder.glob(path)))
 
     def plan(self, folder: str = "out") -> dict[str, Any]:
-        return dict(read_json(self.folder / folder / "plan.json"))
+        """The last plan in the record there."""
+        lines = lines_of(self.folder / folder)
+        return next(line["plan"] for line in reversed(lines) if line["line"] == "plan")
 
 
 @pytest.fixture
@@ -362,7 +373,7 @@ def test_a_folder_that_is_used_is_refused_with_what_is_in_it(comparing):
         (["--new", "--workers", "2"], "--new: out holds a comparison already"),
         (["--seed", "43"], "seed: 42 there, 43 now"),
         (["--case", "small=--arch alexnet"], "case: "),
-        (["--out", "photos"], "it is no comparison"),
+        (["--out", "photos"], "holds no comparison"),
     ):
         assert said in comparing.run(*SMALL, *words, code=2)
     os.environ["HOROVOD_CYCLE_TIME"] = "5"
@@ -470,7 +481,7 @@ def test_blocks_are_added_until_the_interval_is_narrow(comparing):
     """The made-up speeds scatter in the first blocks and are steady from then on."""
     words = [*UNTIL, "40 %", "--margin", "80 %", "--", "--spread", "3"]
     output = comparing.run(*words)
-    blocks = comparing.plan()["blocks_there"]
+    blocks = Record.open(comparing.folder / "out").num_blocks
     assert 3 < blocks < 40 and comparing.plan()["blocks"] is None
     assert len(comparing.starts()) == len(set(comparing.starts())) == 2 * blocks
     assert f"block {blocks} " in output
@@ -483,12 +494,12 @@ def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     assert "would exceed the 0.001 minutes" in output
     assert "the widest interval is +-" in output and len(comparing.starts()) == 6
     comparing.run(*UNTIL[:-1], "--blocks", "4", "--", "--spread", "all")
-    _, extension = comparing.plan()["ends"]
-    assert extension["blocks"] == 4 and len(comparing.starts()) == 8
+    assert Record.open(comparing.folder / "out").extensions == 1
+    assert comparing.plan()["blocks"] == 4 and len(comparing.starts()) == 8
     failing = ("--spread", "all", "--fail", "block-2/horovod-mpi-1")
     output = comparing.run(*UNTIL, "1%", "--out", "failing", "--", *failing, code=1)
     assert "1 of 4 runs failed" in output
-    assert comparing.plan("failing")["blocks_there"] == 2
+    assert Record.open(comparing.folder / "failing").plan.blocks_there == 2
 
 
 def test_warnings_are_printed_and_written_down(comparing):

@@ -1,27 +1,23 @@
 """What blocks of turns conclude: speeds from turns, the square and its interaction, damaged blocks,
 and comparisons of many runs."""
 
-import json
 import math
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from msgspec import structs
-from records import a_plan, edit, make_turns
+from records import a_plan, drop_runs, edit, lines_of, make_turns, with_plan, write_lines
 from test_compare_records import edit_fingerprint, make_comparison
 
 from compare import report
-from compare.evidence.chain import reseal
+from compare.evidence.labels import labels_of
 from compare.evidence.paired import Estimate
-from compare.evidence.records import Comparison, load_comparison
+from compare.evidence.record import Record, read_comparison
 from compare.evidence.rows import speed_rows
 from compare.evidence.turns import Purpose
 from compare.evidence.verdicts import correction_text, interaction, judge
-from compare.evidence.words import interval_text, labels_of
+from compare.evidence.words import interval_text
 from compare.page.formats import as_markdown, as_page, as_text
 from compare.page.plots import draw_plots
 from compare.page.report import WARNINGS, Report, SideBySide, notices
@@ -62,19 +58,20 @@ def by_turns(
 
 
 @pytest.fixture(scope="module")
-def square(tmp_path_factory) -> Comparison:
-    return load_comparison(by_turns(tmp_path_factory.mktemp("square") / "compare-1"))
+def square(tmp_path_factory) -> Record:
+    return read_comparison(by_turns(tmp_path_factory.mktemp("square") / "compare-1"))
 
 
 def edit_blocks(folder: Path, **changes: Any) -> Path:
     """Change the turns of a comparison's blocks: each field by what a function makes of the turn,
     and of its block's number; return the folder."""
-    for path in folder.glob("turns/2-workers/*/block.json"):
-        block = json.loads(path.read_text())
-        for turn in block["turns"]:
-            turn |= {name: made(turn, block["number"]) for name, made in changes.items()}
-        path.write_text(json.dumps(block))
-    reseal(folder)
+    lines = lines_of(folder)
+    for line in lines:
+        if line["line"] == "block":
+            number = line["block"]["number"]
+            for turn in line["block"]["turns"]:
+                turn |= {name: made(turn, number) for name, made in changes.items()}
+    write_lines(folder, lines)
     return folder
 
 
@@ -90,7 +87,7 @@ def test_the_square_parts_engine_and_transport(square):
     for verdict, pattern in zip(verdicts, SENTENCES, strict=True):
         assert re.fullmatch(rf"At 2 workers {pattern}\.", verdict.sentence())
     assert {verdict.family for verdict in verdicts} == {4}
-    told = interaction(square, "", 2, verdicts)
+    told = interaction(square, square.groups[0], verdicts)
     assert told and told.low and 1.1 < told.low < told.ratio < 1.25
     assert verdicts[2].equal_weights  # of the full runs
     assert "corrected by Holm's method" in correction_text(square, verdicts)
@@ -98,8 +95,8 @@ def test_the_square_parts_engine_and_transport(square):
     two = (("ddp-mpi", "horovod-mpi"), ("ddp-mpi", "ddp-torchrun"))
     triangle = (*two, ("ddp-torchrun", "horovod-mpi"))  # nothing is known of the fourth corner
     for pairs in (two, triangle):
-        plan = structs.replace(square.plan, judged_pairs=pairs)
-        assert interaction(square, "", 2, judge(replace(square, plan=plan))) is None
+        record = with_plan(square, {"judged_pairs": pairs})
+        assert interaction(record, record.groups[0], judge(record)) is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_the_square_parts_engine_and_transport(square):
     ],
 )
 def test_an_unfinished_measurement_is_named(square, plan, words):
-    comparison = replace(square, plan=structs.replace(square.plan, **plan))
+    comparison = with_plan(square, plan)
     told = "\n".join(dict(notices(comparison)).get(WARNINGS, []))
     assert ("is not finished" in told) == bool(words) and words in told
     verdicts = judge(comparison)  # whoever may stop where it suits, finds differences
@@ -126,20 +123,23 @@ def test_an_unfinished_measurement_is_named(square, plan, words):
 def test_a_round_in_which_one_turn_was_disturbed_is_named_by_that_turn(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=1)
     edit_blocks(folder, other_load=lambda turn, _: 0.5 * (turn["side"] == "ddp-mpi"))
-    told = dict(notices(load_comparison(folder)))[WARNINGS]
+    told = dict(notices(read_comparison(folder)))[WARNINGS]
     assert any("up to 0.50 cores busy" in line for line in told)
 
 
 def test_each_point_of_speed_over_the_experiment_is_a_turn_that_counts(tmp_path):
     """No turn without exchange, of a trial, or that others disturbed, though their rounds count."""
     folder = by_turns(tmp_path / "compare-1", blocks=3, names=SQUARE[2:])
-    for path in folder.glob("turns/2-workers/*/block.json"):
-        turns = json.loads(path.read_text())["turns"]
-        others = ({"purpose": "trial"}, {"purpose": "disturbed", "other_load": 0.9})
-        edit(path, turns=[*turns, *(turns[0] | other for other in others)])
-    comparison = load_comparison(folder)
-    assert comparison.damaged_blocks == []
-    assert {turn.purpose for turn in comparison.blocks("", 2)[0].turns} == {*get_args(Purpose)}
+    lines = lines_of(folder)
+    for line in lines:
+        if line["line"] == "block":
+            turns = line["block"]["turns"]
+            others = ({"purpose": "trial"}, {"purpose": "disturbed", "other_load": 0.9})
+            turns += [turns[0] | other for other in others]
+    write_lines(folder, lines)
+    comparison = read_comparison(folder)
+    assert comparison.problem == ""
+    assert {turn.purpose for turn in comparison.groups[0].turns[0].turns} == {*get_args(Purpose)}
     [plot] = [one for one in draw_plots(Report(comparison)) if one.name == "drift"]
     # The last round of each block was disturbed.
     assert [len(layer.points) for layer in plot.layers] == [3 * 5] * 2
@@ -160,8 +160,8 @@ def test_blocks_whose_ratios_resemble_those_before_are_named(tmp_path):
         return turn["seconds"] * (1 - 0.05 * number * (turn["side"] == "ddp-torchrun"))
 
     folder = by_turns(tmp_path / "compare-1", blocks=12)
-    assert "resembles" not in str(notices(load_comparison(folder)))
-    told = dict(notices(load_comparison(edit_blocks(folder, seconds=drifting))))[WARNINGS]
+    assert "resembles" not in str(notices(read_comparison(folder)))
+    told = dict(notices(read_comparison(edit_blocks(folder, seconds=drifting))))[WARNINGS]
     [line] = [line for line in told if "ddp-torchrun / horovod-gloo" in line]
     assert re.search(r"resembles the one before \(lag-1 correlation 0\.[6-9]", line)
 
@@ -177,7 +177,7 @@ def test_a_bound_of_an_interval_never_rounds_to_1(low, high, shown):
 
 
 def test_a_comparison_that_was_extended_says_so_and_is_wider(square):
-    extended = replace(square, plan=structs.replace(square.plan, ends=(None, None, None)))
+    extended = with_plan(square, {"blocks": 3}, {"blocks": 5}, {"blocks": 10})
     verdicts, before = judge(extended), judge(square)
     assert "98.75 % interval" in verdicts[1].sentence()
     assert verdicts[1].speed.relative_half_width > before[1].speed.relative_half_width
@@ -186,9 +186,10 @@ def test_a_comparison_that_was_extended_says_so_and_is_wider(square):
 
 def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=4)
-    for side in folder.glob("turns/2-workers/block-3/*/0/run/environment.json"):
-        edit(side, torch="3.0", cpu_model="Another")
-    comparison = load_comparison(folder)
+    for side in SQUARE:
+        where = folder / "turns/2-workers/block-3" / side / "environment.json"
+        edit(where, torch="3.0", cpu_model="Another")
+    comparison = read_comparison(folder)
     verdict = judge(comparison)[0]
     assert [fact.field for fact in verdict.differences] == ["cpu_model", "torch"]
     assert verdict.speed is None
@@ -197,9 +198,9 @@ def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path):
 
 def test_a_side_with_another_setting_forbids_the_verdict(tmp_path):
     folder = by_turns(tmp_path / "compare-1", blocks=3)
-    for path in folder.glob("turns/2-workers/*/ddp-mpi/0/run/config.json"):
-        edit(path, precision="bf16")
-    report = Report(load_comparison(folder))
+    for number in (1, 2, 3):
+        edit(folder / f"turns/2-workers/block-{number}/ddp-mpi/config.json", precision="bf16")
+    report = Report(read_comparison(folder))
     differences = [[fact.field for fact in verdict.differences] for verdict in report.verdicts]
     assert differences == [[], ["precision"], ["precision"], []]
     page = as_page([report])
@@ -211,7 +212,7 @@ def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(workers=(2,)))
     for path in folder.glob("block-2/*"):
         edit_fingerprint(path, "learning_rates_sha256", "c" * 64)
-    [verdict] = judge(load_comparison(folder))
+    [verdict] = judge(read_comparison(folder))
     assert [fact.field for fact in verdict.differences] == ["learning_rates_sha256"]
 
 
@@ -220,7 +221,7 @@ def test_beside_whole_runs_stands_all_that_a_verdict_rests_on(square, tmp_path):
     folder = make_comparison(tmp_path / "compare-2", plan)
     edit_fingerprint(folder / "block-2/horovod-gloo-2", "learning_rates_sha256", "c" * 64)
     edit(folder / "plan.json", warnings=["Horovod was built without NCCL"])
-    both = [Report(square), Report(load_comparison(folder))]
+    both = [Report(square), Report(read_comparison(folder))]
     assert SideBySide(both).differences["measured by"] == ["turns", "runs"]
     for text in (as_text(both), as_markdown(both), as_page(both)):
         for words in ("corrected by Holm", "learning_rates_sha256: ", "was built without NCCL"):
@@ -230,8 +231,8 @@ def test_beside_whole_runs_stands_all_that_a_verdict_rests_on(square, tmp_path):
 def test_a_comparison_without_whole_runs_has_a_report(tmp_path, capsys):
     """As `run.py --full-runs 0` leaves it."""
     folder = by_turns(tmp_path / "compare-1")
-    shutil.rmtree(folder / "block-1")
     edit(folder / "plan.json", full_runs=0)
+    drop_runs(folder)
     for flags in ([], ["--json"], ["--markdown"], ["--csv"]):
         assert report.main([str(folder), *flags]) == 0
     assert "DDP over MPI trained" in capsys.readouterr().out

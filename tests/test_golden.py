@@ -13,7 +13,7 @@ from compare import report
 
 RESULTS = Path(__file__).parent.parent / "results"
 GOLDEN = Path(__file__).parent / "golden" / "reports.json"
-FOLDERS = sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/plan.json"))
+FOLDERS = sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/record.jsonl"))
 
 
 def judged(folder: str) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from records import edit
+from records import edit, lines_of, write_lines
 from test_compare_turns import by_turns
 
 from compare import keep, report
 from compare.evidence.occasions import over_occasions, pool
 from compare.evidence.paired import Estimate
-from compare.evidence.records import load_comparison
+from compare.evidence.record import read_comparison
 from compare.page.formats import as_json, as_markdown, as_page, as_text
 from compare.page.report import Report, SideBySide, asks_other
 
@@ -62,12 +62,20 @@ def comparisons_of(folder: Path, number: int) -> list[Path]:
     return folders
 
 
+def change_all(folder: Path, part: str, **changes: object) -> None:
+    """Change the settings or the environments of all runs and sides of a comparison."""
+    lines = lines_of(folder)
+    for line in lines:
+        for written in (line, *line.get("sides", {}).values()):
+            written.get(part, {}).update(changes)
+    write_lines(folder, lines)
+
+
 def two_comparisons(folder: Path, **environment: object) -> list[Report]:
     """Reports of two squares, the second of which was measured in another environment."""
     folders = comparisons_of(folder, 2)
-    for path in folders[1].rglob("environment.json"):
-        edit(path, **environment)
-    return [Report(load_comparison(folder)) for folder in folders]
+    change_all(folders[1], "environment", **environment)
+    return [Report(read_comparison(folder)) for folder in folders]
 
 
 def test_comparisons_of_one_question_are_summarized(tmp_path):
@@ -109,7 +117,7 @@ def test_what_makes_another_question(name, values, is_other):
 
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_standard_deviation_is_told_from_four_occasions_on(tmp_path, number):
-    folder, *others = (load_comparison(one) for one in comparisons_of(tmp_path, 2))
+    folder, *others = (read_comparison(one) for one in comparisons_of(tmp_path, 2))
     reports = [Report(one) for one in (folder, *others * (number - 1))]
     spreads = [one["spread"] for one in SideBySide(reports).occasions]
     assert [spread is not None for spread in spreads] == [number > 3] * 5
@@ -145,19 +153,17 @@ def test_what_is_kept_asks_the_same_as_what_is_not(tmp_path, monkeypatch, fields
     monkeypatch.setenv("HOME", str(tmp_path))
     folders = comparisons_of(tmp_path, 2)
     for i, one in enumerate(folders):
-        for path in one.rglob("config.json"):
-            place = f"{tmp_path}/one/{i * is_other}"
-            edit(path, **dict.fromkeys(fields, place), val_dir=f"{keep.ROOT}/x")
+        place = f"{tmp_path}/one/{i * is_other}"
+        change_all(one, "settings", **dict.fromkeys(fields, place), val_dir=f"{keep.ROOT}/x")
     both = [kept_of(folders[0], tmp_path / "results"), folders[1]]
-    assert "~/one/0" in (both[0] / "runs.jsonl").read_text()
-    told = SideBySide([Report(load_comparison(one)) for one in both])
+    assert "~/one/0" in (both[0] / "record.jsonl").read_text()
+    told = SideBySide([Report(read_comparison(one)) for one in both])
     assert bool(told.not_pooled) == is_other and len(told.occasions) == 5 * (not is_other)
     assert not is_other or "differ in: train_dir." in told.not_pooled
 
 
 def test_a_record_of_a_version_that_had_files_of_settings_asks_the_same(tmp_path):
     folders = comparisons_of(tmp_path, 2)
-    for path in folders[0].rglob("config.json"):
-        edit(path, knobs=None, knob_variables={})
-    told = SideBySide([Report(load_comparison(folder)) for folder in folders])
+    change_all(folders[0], "settings", knobs=None, knob_variables={})
+    told = SideBySide([Report(read_comparison(folder)) for folder in folders])
     assert told.not_pooled == "" and len(told.occasions) == 5

@@ -19,7 +19,7 @@ from test_compare_records import make_comparison
 
 from compare import keep
 from compare.evidence import packed
-from compare.evidence.records import load_comparison
+from compare.evidence.record import read_comparison
 from compare.plan.plan import Words
 from recipe import ancestors
 from recipe.data import prepare
@@ -228,7 +228,7 @@ def test_a_report_on_such_names(tmp_path: Path) -> None:
     (kept,) = (tmp_path / "results/m").iterdir()
     for place in (run_folder, kept / "block-1/ddp-torchrun-1"):
         assert packed.read_text(place / "command.txt") == f"torchrun --name {NAME}"
-    assert load_comparison(kept).plan.trainer_arguments == ("--data", NAME)
+    assert read_comparison(kept).plan.trainer_arguments == ("--data", NAME)
 
 
 @pytest.mark.parametrize("name", [b"fourteen bytes" + "ö".encode(), b"name-\xe9) S 1 2"])

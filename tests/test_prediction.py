@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT
-from records import a_summary, an_environment
+from records import a_summary, an_environment, edit
 from test_compare_page import browser, opened  # noqa: F401
 
 from compare import predict
@@ -384,9 +384,7 @@ def test_an_unfinished_comparison_checks_nothing(
     """If measuring could stop at any time, it could stop when the model's error is small."""
     folder = "results/epyc-2-cores/2026-11-27-prediction-by-turns"
     copy = Path(shutil.copytree(ROOT / folder, tmp_path / "check"))
-    plan = json.loads((copy / "plan.json").read_text())
-    plan |= {"blocks": 3, "ends": [*plan["ends"], {**plan["ends"][0], "blocks": 3}]}
-    (copy / "plan.json").write_text(json.dumps(plan))
+    edit(copy / "plan.json", blocks=3)
     assert predict.main([str(copy)]) == 0
     told = capsys.readouterr().out
     assert "the measurement is not finished: 2 of 3 blocks" in told

@@ -11,18 +11,18 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain, permutations
+from itertools import permutations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import pytest
 
-from compare.evidence import packed
 from compare.evidence.goals import AT_GOAL, MISSED, OPEN, REACHED, Goal
 from compare.evidence.occasions import pool
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
-from compare.evidence.records import load_comparison
+from compare.evidence.record import FILE, read_comparison
+from compare.evidence.turns import Block
 from compare.evidence.words import interval_text, ratio_text
 from compare.page.allreduce import read_measurement
 from compare.page.formats import as_markdown
@@ -42,7 +42,7 @@ Figures = tuple[float, float, float]  # a ratio and the ends of its interval
 
 @cache
 def report_of(folder: str) -> Report:
-    return Report(load_comparison(ROOT / "results" / folder))
+    return Report(read_comparison(ROOT / "results" / folder))
 
 
 def figures_of(folder: str) -> Iterator[Figures]:
@@ -59,7 +59,7 @@ def figures_of(folder: str) -> Iterator[Figures]:
         for one in measured.figures.values():
             for speed in map(one.speed_against, measured.rivals(one)):
                 yield from (*figures(speed), *figures(speed.inverse()))
-    elif (path / "plan.json").exists():
+    elif (path / FILE).exists():
         report = report_of(folder)
         found = [one for verdict in report.verdicts for one in (verdict.speed, verdict.cpu)]
         found += [*report.interactions.values(), *(row["scaling"] for row in report.speed)]
@@ -69,7 +69,7 @@ def figures_of(folder: str) -> Iterator[Figures]:
 
 def rows_of_bench(folder: str) -> list[dict[str, Any]]:
     """The rows of an earlier `make bench`, which are read by these tests alone."""
-    kept = map(json.loads, (ROOT / "results" / folder / packed.PACKED).read_text().splitlines())
+    kept = map(json.loads, (ROOT / "results" / folder / "runs.jsonl").read_text().splitlines())
     found = next(one for one in kept if one["folder"] == ".").values()
     return [row for one in found if isinstance(one, dict) for row in one.get("rows", ())]
 
@@ -86,9 +86,9 @@ def together(folders: tuple[str, ...]) -> list[SideBySide]:
     """Those of these comparisons that asked the same on one machine, beside each other."""
     by_question = defaultdict[tuple[str, str | None], list[Report]](list)
     for folder in folders:
-        if (ROOT / "results" / folder / "plan.json").exists():
+        if (ROOT / "results" / folder / FILE).exists():
             report, machine = report_of(folder), folder.partition("/")[0]
-            by_question[machine, report.comparison.plan.question].append(report)
+            by_question[machine, report.record.plan.question].append(report)
     return [SideBySide(own) for own in by_question.values() if len(own) > 1]
 
 
@@ -238,17 +238,22 @@ def test_the_confidence_of_the_rows_of_earlier_benchmarks_is_said() -> None:
 
 def all_reports() -> list[Report]:
     """Those of all recorded comparisons."""
-    found = sorted((ROOT / "results").glob("*/*/plan.json"))
+    found = sorted((ROOT / "results").glob("*/*/record.jsonl"))
     return [report_of(str(path.parent.relative_to(ROOT / "results"))) for path in found]
+
+
+def blocks_of(report: Report) -> list[Block]:
+    """Its blocks of turns."""
+    return [block for group in report.record.groups for block in group.turns]
 
 
 def test_nothing_that_happens_once_fell_into_the_turns_of_records() -> None:
     """Outside the phases of its steps a first turn takes what later ones take. One record has its
     profile there, as docs/prediction.md says."""
     for report in all_reports():
-        folder = report.comparison.folder
+        folder = report.record.folder
         seconds = defaultdict[int, list[float]](list)  # of turns, outside phases; by round
-        for block in chain.from_iterable(report.comparison.turns.values()):
+        for block in blocks_of(report):
             for turn in block.of("speed"):
                 in_phases = block.steps[turn.side] * sum(turn.phases.values())
                 seconds[turn.round].append(turn.seconds - in_phases)
@@ -261,12 +266,12 @@ def test_the_page_says_how_much_occasions_differed() -> None:
     """The standard deviations between occasions of everything that was measured more than once."""
     asked = defaultdict[Any, list[Report]](list)
     for report in all_reports():
-        asked[report.comparison.folder.parent, report.comparison.plan.question].append(report)
+        asked[report.record.folder.parent, report.record.plan.question].append(report)
     largest = {True: 0.0, False: 0.0}  # of squares, of others
     for reports in asked.values():
         if len(reports) < 2:
             continue
-        is_square = "square" in reports[0].comparison.folder.name
+        is_square = "square" in reports[0].record.folder.name
         for row in SideBySide(reports).occasions:
             _, spread = pool([one for one in row["found"] if one])
             largest[is_square] = max(largest[is_square], spread)
@@ -289,9 +294,9 @@ def test_what_the_readme_pools_decides_nothing_if_it_is_corrected() -> None:
 
 def test_the_docs_say_how_long_a_block_takes() -> None:
     seconds = [
-        fmean(block.seconds / len(block.order) for blocks in by_place for block in blocks)
-        for by_place in (report.comparison.turns.values() for report in all_reports())
-        if any(by_place)
+        fmean(block.seconds / len(block.order) for block in blocks_of(report))
+        for report in all_reports()
+        if blocks_of(report)
     ]
     told = f"took {min(seconds):.0f} to {max(seconds):.0f} s for each of its sides"
     assert told in (ROOT / "docs/comparing.md").read_text()
@@ -312,7 +317,7 @@ def test_the_docs_say_where_the_difference_of_the_squares_lies() -> None:
 def test_a_record_that_an_earlier_rule_ended_says_so() -> None:
     """Their plans give the number of blocks that they had reached, as if it had been asked for."""
     ended = [
-        report.comparison.folder.name
+        report.record.folder.name
         for report in all_reports()
         if "not fixed in advance" in str(report.notices)
     ]

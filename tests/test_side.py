@@ -16,7 +16,7 @@ from torch import nn
 
 from compare import report
 from compare import run as run_command
-from compare.evidence.records import load_comparison
+from compare.evidence.record import read_comparison
 from compare.plan.environment import ROOT
 from compare.plan.plan import Plan
 from compare.plan.plan_file import plan_table
@@ -173,9 +173,10 @@ def test_two_scripts_are_compared_and_reported(compare_scripts, tmp_path, capsys
     slow = script(tmp_path, "slow", 0.02, of_side="weights", before=before, done="tokens=8")
     code, told = compare_scripts(quick, slow, blocks=3)
     assert code == 0 and "quick / slow " in told
-    found = load_comparison(tmp_path / "out")
-    assert [len(blocks) for blocks in found.turns.values()] == [3] and found.damaged_blocks == []
-    assert {turn.images % 8 for block in found.turns["", 0] for turn in block.turns} == {0}
+    found = read_comparison(tmp_path / "out")
+    [group] = found.groups
+    assert len(group.blocks) == 3 and found.problem == ""
+    assert {turn.images % 8 for block in group.blocks for turn in block.turns} == {0}
     assert report.main(["out", "--html", "page.html"]) == 0
     shown, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
     for text in (shown, page):
@@ -187,12 +188,12 @@ def test_two_scripts_are_compared_and_reported(compare_scripts, tmp_path, capsys
     for format_ in ("--markdown", "--csv", "--json"):
         assert report.main(["out", format_]) == 0
     assert compare_scripts(quick, slow, blocks=3)[0] == 0  # there is nothing left to measure
-    block = tmp_path / "out/turns/block-2/block.json"
-    text = block.read_text()
-    block.write_text(text.replace('"disturbed_seconds": ', '"disturbed_seconds": 1'))
+    path = tmp_path / "out/record.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace('"disturbed_seconds": ', '"disturbed_seconds": 1', 1))
     code, told = compare_scripts(quick, slow, blocks=4)
-    assert code == 2 and "was changed since it was measured; delete this block's folder" in told
-    block.write_text(text)
+    assert code == 2 and "line 2 was changed" in told and "above it: head -n 1 " in told
+    path.write_text(text)
     (tmp_path / "slow.py").write_text("changed")
     code, told = compare_scripts(quick, slow, blocks=4)
     assert code == 2 and "scripts: {" in told
@@ -268,7 +269,7 @@ def test_a_script_that_starts_its_own_ranks_says_how_many(compare_scripts, tmp_p
     pair = script(tmp_path, "pair", before=FORKS, of_side="ranks=2")
     code, told = compare_scripts(script(tmp_path, "one"), pair)
     assert code == 0, told
-    found = load_comparison(tmp_path / "out")
+    found = read_comparison(tmp_path / "out")
     assert [
         side.environment.world_size for side in found.sides if side.configuration == "pair"
     ] == [2]

@@ -20,12 +20,13 @@ from typing import Any
 
 import psutil
 import pytest
-from launching import TRAINERS, marked, read_json, run
+from launching import TRAINERS, marked, run
 from msgspec import structs
-from records import MadeUpBlocks, a_block
+from records import MadeUpBlocks, a_block, lines_of
 
 from compare import run as run_module
 from compare.evidence import turns
+from compare.evidence.record import FILE, Record
 from compare.evidence.turns import Turn, quiet_load
 from compare.plan import plan_file
 from compare.plan.blocks import DELAY
@@ -37,15 +38,14 @@ from compare.plan.configurations import (
 )
 from compare.plan.environment import ROOT
 from compare.plan.plan import Case, OwnScript, Plan, Run, Words
-from compare.plan.plan_file import write_plan
 from compare.run import parse_options
 from compare.running import comparison, take_turns
 from compare.running import scheduler as scheduler_module
 from compare.running.checks import missing_for
 from compare.running.comparison import (
-    checked_record,
+    check_same_plan,
     is_finished,
-    measured,
+    record_plan,
     resumed,
 )
 from compare.running.launch import marked_processes
@@ -56,7 +56,6 @@ from compare.running.scheduler import (
     Rank,
     Scheduler,
     make_turn,
-    run_block,
     run_blocks,
 )
 from compare.running.take_turns import State, receive, send
@@ -289,7 +288,8 @@ def test_sides_take_turns_and_leave_nothing(
     ]
     lines: list[str] = []
     folder = tmp_path / "block-1"
-    found = run_block(sides, Plan(rounds=2), folder, 1, lines.append)
+    [line] = run_blocks([sides], Plan(rounds=2), folder, 1, lines.append)
+    found = line.block
     assert marked(str(tmp_path)) == []
     assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
     assert [(turn.side, turn.round) for turn in found.of("speed")] == [
@@ -332,12 +332,14 @@ def test_one_launch_measures_all_cases(tmp_path: Path, monkeypatch: pytest.Monke
     )
     cases, lines = [plan.in_order(1, *group) for group in plan.groups()], list[str]()
     began = time.monotonic()
-    blocks = run_blocks(cases, plan, tmp_path / "block-1", 1, lines.append)
-    assert sum(block["seconds"] for block in blocks) <= time.monotonic() - began
+    measured = run_blocks(cases, plan, tmp_path / "block-1", 1, lines.append)
+    blocks = [line.block for line in measured]
+    assert [line.case for line in measured] == ["small", "large"]
+    assert sum(block.seconds for block in blocks) <= time.monotonic() - began
     for block, sides in zip(blocks, cases, strict=True):
         order = [side.side for side in sides]
-        speed = [turn["side"] for turn in block["turns"] if turn["purpose"] == "speed"]
-        assert block["order"] == order and speed == [*order, *reversed(order)]
+        speed = [turn.side for turn in block.of("speed")]
+        assert [*block.order] == order and speed == [*order, *reversed(order)]
     for name in "ab":
         output = (tmp_path / "block-1" / name / "0/output.log").read_text()
         assert output.splitlines() == ["case ''", "case 'small'", "case 'large'"]
@@ -386,7 +388,8 @@ def test_a_known_delay_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         script_side(tmp_path, "usual"),
         script_side(tmp_path, "late", environment={DELAY: "3"}),
     ]
-    block = run_block(sides, Plan(rounds=3, steps=10), tmp_path / "block-1", 1, print)
+    [line] = run_blocks([sides], Plan(rounds=3, steps=10), tmp_path / "block-1", 1, print)
+    block = line.block
     assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
 
 
@@ -408,7 +411,7 @@ def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
 def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
     one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "at-start", "exit('alas')")
     with pytest.raises(MeasurementError, match=r"^at-start ended with exit code 1:\n  \| alas"):
-        run_block([one, dies], PLAN, tmp_path / "block-1", 1, print)
+        run_blocks([[one, dies]], PLAN, tmp_path / "block-1", 1, print)
     dies = script_side(tmp_path, "later")
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(one, dies)
@@ -487,7 +490,7 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
         log = tmp_path / f"block-1.failed-{attempt}/large/0/output.log"
         said = "large ended .* memory together: give --measure runs(.|\n)*not now\n  all of it: "
         with pytest.raises(MeasurementError, match=f"{said}{re.escape(str(log))}$"):
-            run_block(sides, PLAN, tmp_path / "block-1", 1, print)
+            run_blocks([sides], PLAN, tmp_path / "block-1", 1, print)
         assert log.exists()
 
 
@@ -531,7 +534,7 @@ DistributedDataParallel.forward = lambda network, *images: network.module(*image
 def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) -> None:
     folder, skips, plan = tmp_path / "block-1", tmp_path / "skips", Plan(steps=2, rounds=3)
     honest = trainer(flags=SMALL)
-    block = run_block([honest], plan, folder, 1, print)
+    block = run_blocks([[honest]], plan, folder, 1, print)[0].block
     assert {turn.images for turn in block.turns} == {16}
     assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
         block.of("ablation")
@@ -542,7 +545,7 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     (skips / "sitecustomize.py").write_text(SKIPS)
     cheat = trainer(flags=SMALL, environment={"PYTHONPATH": str(skips)})
     with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
-        run_block([cheat], plan, tmp_path / "block-2", 2, print)
+        run_blocks([[cheat]], plan, tmp_path / "block-2", 2, print)
 
 
 # Runs a trainer as a side does, and says what a step behind the warm-up loads, opens or writes.
@@ -595,16 +598,24 @@ FIRST, SECOND = DEFAULT_CONFIGURATIONS
 def bench(monkeypatch: pytest.MonkeyPatch) -> MadeUpBlocks:
     """DDP is 1.1 times as fast as Horovod."""
     bench = MadeUpBlocks(lambda side: 1100.0 if side.side.startswith("ddp") else 1000.0, 0.01)
-    monkeypatch.setattr(comparison, "run_block", bench)
+    monkeypatch.setattr(comparison, "run_blocks", bench)
     monkeypatch.setattr(plan_file, "trainers_sha256", lambda: "a")
     return bench
 
 
-def measure(plan: Plan, folder: Path) -> Plan:
+def measure(plan: Plan, folder: Path) -> Record:
     """Do as run.py does behind the whole runs, of which there are none here."""
-    plan = resumed(plan, folder)
-    write_plan(folder / "plan.json", checked_record(plan, folder))
-    return comparison.measure(plan, folder)[0]
+    record = Record.open(folder)
+    plan = resumed(plan, record)
+    record_plan(check_same_plan(plan, record), record)
+    comparison.measure(plan, record)
+    return record
+
+
+def ends_of(folder: Path) -> list[tuple[Any, ...]]:
+    """The ends that a comparison had."""
+    plans = [line["plan"] for line in lines_of(folder) if line["line"] == "plan"]
+    return [(plan["blocks"], plan["until_interval"], plan["minutes"]) for plan in plans]
 
 
 IN_BLOCKS = Plan(full_runs=0, order_seed=1)
@@ -612,9 +623,9 @@ IN_BLOCKS = Plan(full_runs=0, order_seed=1)
 
 def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     bench.scatter = 0.03
-    plan = measure(IN_BLOCKS, tmp_path)
-    assert is_finished(plan, tmp_path)
-    [group] = measured(plan, tmp_path)
+    record = measure(IN_BLOCKS, tmp_path)
+    assert is_finished(record.plan, record)
+    [group] = record.groups
     estimate = group.estimates[FIRST, SECOND]
     assert estimate.blocks == len(bench.folders) > 3 and estimate.relative_half_width <= 0.03
     *of_blocks, last = capsys.readouterr().out.splitlines()
@@ -639,16 +650,14 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
     ):
         assert words in told
     measure(structs.replace(IN_BLOCKS, minutes=7), tmp_path)
-    _, extension = read_json(tmp_path / "plan.json")["ends"]
-    assert (extension["blocks"], extension["minutes"]) == (None, 7) and len(bench.folders) == 7
+    assert ends_of(tmp_path) == [(None, 0.015, 5), (None, 0.015, 7)] and len(bench.folders) == 7
 
 
 def test_a_fixed_number_of_blocks_is_measured_whatever_they_show(bench, tmp_path):
     for blocks in (4, 6):
         measure(structs.replace(IN_BLOCKS, blocks=blocks), tmp_path)
         assert len(bench.folders) == len(set(bench.folders)) == blocks
-    _, extension = read_json(tmp_path / "plan.json")["ends"]
-    assert extension["blocks"] == 6
+    assert [blocks for blocks, *_ in ends_of(tmp_path)] == [4, 6]
     with pytest.raises(run_module.UserError, match="blocks: 6 there, 5 now"):
         measure(structs.replace(IN_BLOCKS, blocks=5), tmp_path)
 
@@ -671,26 +680,25 @@ def test_whoever_stops_when_pleased_decides_nothing(planned, then, told, bench, 
     bench.error, bench.error_after = KeyboardInterrupt(), 4
     with pytest.raises(KeyboardInterrupt):
         measure(plan, tmp_path)
-    before = (tmp_path / "plan.json").read_bytes()
+    before = (tmp_path / FILE).read_bytes()
     with pytest.raises(run_module.UserError, match=f"the end: .* there, {told} now.*do not exist"):
         measure(structs.replace(plan, **then), tmp_path)
-    assert (tmp_path / "plan.json").read_bytes() == before
-    [group] = measured(plan, tmp_path)
-    assert group.blocks == 4 and not is_finished(plan, tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+    record = Record.open(tmp_path)
+    assert record.num_blocks == 4 and not is_finished(plan, record)
     bench.error = None
     later = {"blocks": 11} if planned else {"minutes": 11}
     measure(structs.replace(plan, **later), tmp_path)  # which may come before this one is reached
     assert len(bench.folders) == 11
-    _, extension = read_json(tmp_path / "plan.json")["ends"]
-    assert later.items() <= extension.items()
+    assert len(ends_of(tmp_path)) == 2 and 11 in ends_of(tmp_path)[-1]
     if then.get("blocks") != 4:  # once it is reached, any other one is an extension
         measure(structs.replace(plan, **then), tmp_path)
-        assert len(read_json(tmp_path / "plan.json")["ends"]) == 3
+        assert len(ends_of(tmp_path)) == 3
 
 
 def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
     plan = structs.replace(IN_BLOCKS, case={"a": Case(), "b": Case()}, workers=(1, 2))
-    measure(plan, tmp_path)
+    record = measure(plan, tmp_path)
     names = [path.relative_to(tmp_path).as_posix() for path in bench.folders]
     assert names[:5] == [
         "turns/a/1-workers/block-1",
@@ -699,7 +707,7 @@ def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
         "turns/b/2-workers/block-1",
         "turns/a/1-workers/block-2",
     ]
-    assert all(group.blocks >= 3 for group in measured(plan, tmp_path))
+    assert all(group.num_blocks >= 3 for group in record.groups)
     bench.folders.clear()
     (tmp_path / "alone").mkdir()
     alone = structs.replace(IN_BLOCKS, configurations=(FIRST,))  # nothing to compare

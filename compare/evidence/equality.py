@@ -1,11 +1,13 @@
 """What must be equal between compared runs, what the plan varies, and what differs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.runs import RunRecord
 from compare.evidence.words import short
+from compare.plan.plan import Plan
 from recipe.record.schema import Environment
 from recipe.settings.flags import FLAGS
 
@@ -112,13 +114,14 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in PLACES}
 
 
-def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
+def varied_fields(plan: Plan, first: str, second: str) -> set[str]:
     """Return the fields that the plan varies between two configurations: engine, launcher, and the
-    transport unless both name the same; and settings by flags and variables that only one of them
-    sets."""
-    if comparison.plan.side:  # their commands may change any condition
+    transport unless both name the same; settings by flags and variables that only one of them sets.
+    """
+    if plan.side:  # their commands may change any condition
         return {*CONDITIONS, "CUDA version"}
-    a, b = comparison.configurations[first], comparison.configurations[second]
+    members = {member.name: member for member in plan.members()}
+    a, b = members[first], members[second]
     varied = {
         field
         for name, fields in FOLLOWS.items()
@@ -129,28 +132,29 @@ def varied_fields(comparison: Comparison, first: str, second: str) -> set[str]:
     if not is_same_start and not a.transport == b.transport != "":
         varied.add("transport")  # chosen by engine, launcher or a variable
     if a.flags != b.flags:
-        for field in comparison.plan.varied:
+        for field in plan.varied:
             varied |= {field, *(FLAGS[field].decides if field in FLAGS else ())}
     if a.environment != b.environment:
         varied |= {name for name, _ in a.environment.items() ^ b.environment.items()}
     return varied
 
 
-def compare_facts(comparison: Comparison, case: str, workers: int) -> list[Fact]:
-    """Compare the values of the whole runs of a case at a number of workers, block by block, and
-    those of the sides of turns there.
+def compare_facts(
+    plan: Plan, case: str, workers: int, whole: Sequence[RunRecord], sides: Sequence[RunRecord]
+) -> list[Fact]:
+    """Compare the values of the complete whole runs of a case at a number of workers, block by
+    block, and those of the sides of turns there.
 
     The seed, and all that follows from it, may differ between blocks. Configurations that are not
     judged against each other may differ in anything.
     """
-    order = [*comparison.configurations].index
-    varied = {pair: varied_fields(comparison, *pair) for pair in comparison.plan.pairs()}
-    of_block = OF_BLOCK | (OF_JOB if comparison.plan.is_allocation else set())
+    order = plan.names.index
+    varied = {pair: varied_fields(plan, *pair) for pair in plan.pairs()}
+    of_block = OF_BLOCK | (OF_JOB if plan.is_allocation else set())
     facts = []
-    for is_of_sides, runs in ((False, comparison.complete), (True, comparison.sides)):
-        here = [run for run in runs if (run.case, run.workers) == (case, workers)]
-        here.sort(key=lambda run: (run.block, order(run.configuration)))
-        values = [(run, facts_of(run)) for run in here]
+    for is_of_sides, runs in ((False, whole), (True, sides)):
+        in_order = sorted(runs, key=lambda run: (run.block, order(run.configuration)))
+        values = [(run, facts_of(run)) for run in in_order]
         for name in dict.fromkeys(name for _, of_run in values for name in of_run):
             fact = Fact(
                 field=name,

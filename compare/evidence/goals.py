@@ -1,13 +1,12 @@
 """A plan's goals and their verdicts: the ratio of two sides' speeds, or a speed, and its goal."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from compare.evidence.equality import Fact, compare_facts, difference_text
+from compare.evidence.equality import difference_text
 from compare.evidence.judgement import Finding, find, holm, judged_together
-from compare.evidence.records import Comparison
-from compare.evidence.stopping import unfinished
+from compare.evidence.record import Record
 from recipe.record.schema import rate_text
 
 REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
@@ -56,24 +55,21 @@ class Goal(Finding):
         return f"{rate_text(value)} {self.unit}" if self.unit else f"{value:.3f}"
 
 
-def goals_of(
-    comparison: Comparison, facts: Mapping[tuple[str, int], Sequence[Fact]] | None = None
-) -> list[Goal]:
-    """Return a comparison's goals at each case and number of workers, with their verdicts; none of
-    a null test, which asks something else. `facts`: as in `judge`."""
-    plan, missing, goals = comparison.plan, unfinished(comparison), list[Goal]()
-    for place in () if plan.null else plan.groups():
-        facts_here = (facts or {}).get(place) or compare_facts(comparison, *place)
+def goals_of(record: Record) -> list[Goal]:
+    """Return a comparison's goals in each group, with their verdicts; none of a null test, which
+    asks something else."""
+    plan, goals = record.plan, list[Goal]()
+    for group in () if plan.null else record.groups:
         for name, least in plan.goals.items():
             first, _, second = name.partition(":")
             powers = {first: 1, second: -1} if second else {first: 1}
             goals.append(
                 Goal(
-                    **vars(find(comparison, place, powers, facts_here, missing)),
-                    question=plan.question or comparison.folder.name,
+                    **vars(find(record, group, powers)),
+                    question=plan.question or record.folder.name,
                     name=name,
                     least=least,
-                    unit="" if second else f"{comparison.unit}/s",
+                    unit="" if second else f"{record.unit}/s",
                 )
             )
     return decided(goals)

@@ -2,12 +2,13 @@
 and the all-reduces' speeds obey."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compare.evidence.equality import Fact
+from compare.evidence.group import Group
 from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
-from compare.evidence.records import Comparison
+from compare.evidence.record import Record
 from compare.evidence.turns import estimate
 
 
@@ -39,36 +40,20 @@ class Finding:
         return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
 
 
-def facts_between(
-    comparison: Comparison, place: tuple[str, int], names: Iterable[str], facts: Iterable[Fact]
-) -> list[Fact]:
-    """Return the facts of these sides, in the blocks that have all of them. `facts` come from
-    `compare_facts`."""
-    runs = [{run.block for run in comparison.complete_runs((*place, name))} for name in names]
-    whole, turns = set.intersection(*runs), {side.block for side in comparison.sides}
-    return [fact.between({*names}, turns if fact.is_of_sides else whole) for fact in facts]
-
-
-def find(
-    comparison: Comparison,
-    place: tuple[str, int],
-    powers: Mapping[str, int],
-    facts: Iterable[Fact],
-    missing: Iterable[tuple[str, int]],
-) -> Finding:
-    """Return what the blocks show of the product of these sides' speeds, each raised to its power
-    (as in `estimate`). `missing`: the unfinished places."""
-    between = facts_between(comparison, place, powers, facts)
+def find(record: Record, group: Group, powers: Mapping[str, int]) -> Finding:
+    """Return what the blocks of a group show of the product of these sides' speeds, each raised to
+    its power (as in `estimate`)."""
+    between = group.facts_between([*powers])
     differences = {fact.field: fact for fact in between if fact.is_confounder}
-    blocks = [one for one in comparison.blocks(*place) if powers.keys() <= {*one.order}]
+    blocks = group.blocks_with([*powers])
     speed = None
     if blocks and not differences:
-        speed = estimate(blocks, powers, confidence=comparison.confidence)
+        speed = estimate(blocks, powers, confidence=group.confidence)
     return Finding(
-        case=place[0],
-        workers=place[1],
+        case=group.case,
+        workers=group.workers,
         differences=tuple(differences.values()),
-        is_finished=place not in missing,
+        is_finished=group.place not in record.unfinished,
         speed=speed,
     )
 

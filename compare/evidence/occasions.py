@@ -16,14 +16,14 @@ import numpy as np
 from scipy.optimize import brentq
 
 from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
-from compare.evidence.records import Comparison
+from compare.evidence.record import Record
 from recipe.errors import UserError
 
 Key = tuple[str, int, str, str]  # case, workers, and the labels of first and second
 MIN_OCCASIONS = 4  # to give a standard deviation between them: from fewer it is often 0 by chance
 
 
-def refuse_copies(comparisons: Sequence[Comparison]) -> None:
+def refuse_copies(comparisons: Sequence[Record]) -> None:
     """Raise UserError if two folders hold the same comparison (kept, copied or given twice): a
     duplicate would narrow the interval without new information."""
     for one, other in combinations(comparisons, 2):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compare.evidence import packed
-from compare.evidence.reading import read_metrics, read_object, read_record
+from compare.evidence.reading import metrics_of, read_metrics, read_object, read_record
 from compare.evidence.words import shortest_unique_names
 from recipe.errors import UserError
 from recipe.record.schema import StepLine, Summary
@@ -159,7 +158,7 @@ def read_losses(run: Path) -> Steps:
     """Return each step's loss, the mean over all ranks, from a run's metrics.jsonl."""
     return {
         (line.step, -1): {"loss": np.asarray(line.loss)}
-        for line in read_metrics(run / "metrics.jsonl")[StepLine]
+        for line in metrics_of(read_metrics(run / "metrics.jsonl"), StepLine, run / "metrics.jsonl")
     }
 
 
@@ -256,7 +255,7 @@ def compare_runs(runs: Sequence[Path], max_ulps: int = 0, relative: float = 0.0)
             f"{' and '.join(lacking)} (train with --tensor-steps N)"
         )
     a, b = (
-        read_record(path, Summary) if packed.exists(path) else None  # the run has not ended
+        read_record(path, Summary) if path.exists() else None  # the run has not ended
         for path in (run / "summary.json" for run in runs)
     )
     if a and b and a.steps == b.steps:
@@ -282,7 +281,8 @@ def compare_ranks(run: Path, max_ulps: int = 0, relative: float = 0.0) -> Parity
     lacking = "it has no traces of two ranks or more; train on several with --tensor-steps N"
     if not others:
         raise UserError(f"{run}: {lacking}")
-    config = read_object(path) if packed.exists(path := run / "config.json") else {}
+    path = run / "config.json"
+    config = read_object(path) if path.exists() else {}
     differs = {  # by kind: whether each rank has its own values
         "loss": True,
         "buffer": config.get("batch_norm") != "sync",

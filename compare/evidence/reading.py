@@ -1,20 +1,16 @@
-"""Read a run folder strictly. Every field of the records in recipe/record/schema.py must be there
-and have its type, and no figure may contradict another; UserError names the file and the field."""
+"""Read a trainer's run folder strictly. Every field of the records in recipe/record/schema.py must
+be there and have its type, and no figure may contradict another; UserError names the file and the
+field."""
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from compare.evidence import packed
-from compare.evidence.packed import read_text
-from compare.evidence.turns import Block, Turn
-from compare.plan.plan import Outcome
 from compare.plan.plan_file import explanation
 from recipe.errors import UserError
 from recipe.record.schema import METRICS, Positive, Settings, Summary
@@ -51,58 +47,21 @@ def contradictions(config: Settings, summary: TimedSummary, last_step: Any) -> I
         )
 
 
-def read_block(path: Path) -> Block:
-    """Read block.json."""
-    return parse_block(read_object(path), path)
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl as objects."""
+    texts = read_text(path).splitlines()
+    return [decode(text, f"{path}, line {number}") for number, text in enumerate(texts, start=1)]
 
 
-def parse_block(values: dict[str, Any], path: Path) -> Block:
-    """Make a block of a JSON object; UserError if the turns of a side do not all have the same
-    phases. (A bare loop has none.)"""
-    block = parse(values, Block, path)
-    turns = [*block.of("speed"), *block.of("ablation")]
-    phases = [{frozenset(t.phases) for t in turns if t.side == side} for side in block.order]
-    problem = f"{path}: the turns of a side do not all have the same phases"
-    if any(len(of_side) > 1 for of_side in phases):
-        raise UserError(problem)
-    return block
-
-
-def read_outcome(folder: Path) -> Outcome:
-    """Return how a run ended, as run.py recorded it."""
-    path = folder / "outcome.json"
-    return read_record(path, Outcome) if packed.exists(path) else Outcome("not run")
-
-
-def blocks_of_runs(runs: Iterable[tuple[int, str, TimedSummary, float]]) -> list[Block]:
-    """Return blocks of whole runs, in which each run is one turn of a single round. `runs` gives
-    for each its block, configuration, summary, and total seconds (0: not known)."""
-    turns, seconds = defaultdict[int, list[Turn]](list), defaultdict[int, float](float)
-    for number, name, one, taken in runs:
-        images = one.images_per_second * one.train_seconds
-        turn = Turn(name, 0, one.train_seconds, images, one.cpu_seconds_per_image)
-        turns[number].append(turn)
-        seconds[number] += taken
+def metrics_of(
+    lines: Sequence[dict[str, Any]], kind: type[Record], where: Path | str
+) -> list[Record]:
+    """Return the lines of metrics.jsonl that are of one kind, in their order."""
     return [
-        Block(number, tuple(turn.side for turn in sides), tuple(sides), seconds=seconds[number])
-        for number, sides in turns.items()
+        parse(line, kind, f"{where}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if METRICS.get(str(line.get("kind"))) is kind
     ]
-
-
-def read_metrics(path: Path) -> dict[type, list[Any]]:
-    """Read the lines of metrics.jsonl by kind; lines of unknown kinds are left out."""
-    lines: dict[type, list[Any]] = {kind: [] for kind in METRICS.values()}
-    for number, text in enumerate(read_text(path).splitlines(), start=1):
-        line = decode(text, where := f"{path}, line {number}")
-        if kind := METRICS.get(str(line.get("kind"))):
-            lines[kind].append(parse(line, kind, where))
-    return lines
-
-
-def read_last_step(path: Path) -> Any:
-    """Return the step of the last line of metrics.jsonl, also where another line is damaged."""
-    last, where = read_text(path).rstrip().rpartition("\n")[2], f"{path}, its last line"
-    return decode(last, where).get("step")
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
@@ -122,6 +81,15 @@ def parse(values: dict[str, Any], kind: type[Record], where: Path | str) -> Reco
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object."""
     return decode(read_text(path), path)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; UserError if it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise UserError(f"{path} cannot be read: {reason}") from None
 
 
 def decode(text: str, where: Path | str) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 and configuration; a figure of None was not measured."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, harmonic_mean, median
 from typing import Any
 
+from compare.evidence.group import Group
 from compare.evidence.paired import estimate_logs, estimate_ratio, mean_interval
-from compare.evidence.records import CellKey, Comparison, RunRecord
+from compare.evidence.record import Record
+from compare.evidence.runs import RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
 
@@ -15,15 +17,26 @@ Row = dict[str, Any]
 EXPOSED, BACKWARD = "exposed_communication_seconds", "backward_seconds"
 
 
-def cell_fields(comparison: Comparison, cell: CellKey) -> Row:
+def cells_of(record: Record) -> Iterator[tuple[Group, str]]:
+    """Yield each group with each configuration, in the order of the tables."""
+    for group in record.groups:
+        for name in record.configurations:
+            yield group, name
+
+
+def cell_fields(group: Group, configuration: str) -> Row:
     """Return a row's case, workers and configuration. A user's own scripts record their number of
     ranks themselves."""
-    case, workers, name = cell
-    ranks = (one.environment.world_size for one in comparison.sides if one.configuration == name)
-    return {"case": case, "workers": workers or next(ranks, 0), "configuration": name}
+    sides = (side for side in group.sides if side.configuration == configuration)
+    ranks = next((side.environment.world_size for side in sides), 0)
+    return {
+        "case": group.case,
+        "workers": group.workers or ranks,
+        "configuration": configuration,
+    }
 
 
-def speed_rows(comparison: Comparison) -> list[Row]:
+def speed_rows(record: Record) -> list[Row]:
     """Return how fast each cell trained, by turns or in whole runs:
 
     images_per_second: all images / all seconds, over all blocks; lowest, highest: of a block; mean:
@@ -31,81 +44,85 @@ def speed_rows(comparison: Comparison) -> list[Row]:
     paired by block; cpu_ms_per_image: of all workers; blocks; planned_blocks (None: as many as
     needed).
     """
-    by_cell = {
-        cell: {one.number: one.rate(cell[2], throughput) for one in comparison.blocks_of(cell)}
-        for cell in comparison.cells
-    }
-    fewest, rows = min(comparison.plan.workers), []
-    for cell, rates in by_cell.items():
-        case, workers, name = cell
-        base = by_cell.get((case, fewest, name), {}) if workers > fewest else {}
-        common = [block for block in rates if block in base]
-        blocks = comparison.blocks_of(cell)
-        planned = sum(run.cell == cell for run in comparison.runs)
+    fewest, rows = min(record.plan.workers), []
+    for group, name in cells_of(record):
+        rates = rates_by_block(group, name)
         if not rates:
             continue
+        base = dict[int, float]()
+        if group.workers > fewest:
+            base = rates_by_block(record.group_at(group.case, fewest), name)
+        common = [block for block in rates if block in base]
+        scaling = None
+        if common:
+            scaling = estimate_ratio(
+                [rates[block] / group.workers for block in common],
+                [base[block] / fewest for block in common],
+                confidence=record.confidence,
+            )
+        blocks = group.blocks_with([name])
+        planned = sum(run.configuration == name for run in group.runs)
         rows.append(
             {
-                **cell_fields(comparison, cell),
+                **cell_fields(group, name),
                 "images_per_second": harmonic_mean([*rates.values()]),
                 "lowest": min(rates.values()),
                 "highest": max(rates.values()),
-                "mean": estimate_logs([*map(math.log, rates.values())], comparison.confidence),
-                "scaling": estimate_ratio(
-                    [rates[block] / workers for block in common],
-                    [base[block] / fewest for block in common],
-                    confidence=comparison.confidence,
-                )
-                if common
-                else None,
+                "mean": estimate_logs([*map(math.log, rates.values())], record.confidence),
+                "scaling": scaling,
                 "cpu_ms_per_image": fmean(1000 / b.rate(name, work_per_cpu_second) for b in blocks),
                 "blocks": len(blocks),
-                "planned_blocks": comparison.plan.blocks if comparison.is_by_turns else planned,
+                "planned_blocks": record.plan.blocks if record.is_by_turns else planned,
             }
         )
     return rows
 
 
-def training_rows(comparison: Comparison) -> list[Row]:
+def rates_by_block(group: Group, configuration: str) -> dict[int, float]:
+    """Return the images/s of a configuration in each block."""
+    return {
+        block.number: block.rate(configuration, throughput)
+        for block in group.blocks_with([configuration])
+    }
+
+
+def training_rows(record: Record) -> list[Row]:
     """Return what whole trainings of each cell show: the medians of `figures_of`, and
 
     weights: whether the final weights equal those of the first configuration in the block; runs,
     planned_runs; peak_memory: bytes of the largest rank, with its interval; straggler_ratio: the
     slowest rank's computing time per step / the median rank's.
     """
-    first, *_ = comparison.configurations
-    firsts = {
-        (run.block, run.case, run.workers): run.summary.weights_sha256
-        for run in comparison.complete
-        if run.configuration == first
-    }
+    first, *_ = record.configurations
     rows = []
-    for cell in comparison.cells:
-        runs = comparison.complete_runs(cell)
-        measured = [figures_of(run) for run in runs]
-        equal = [
-            run.summary.weights_sha256 == firsts[place]
-            for run in runs
-            if (place := (run.block, run.case, run.workers)) in firsts
-        ]
-        ablated = [
-            turn.straggler_ratio
-            for block in comparison.blocks_of(cell)
-            for turn in block.of("ablation")
-            if turn.side == cell[2]
-        ]
+    for group, name in cells_of(record):
+        runs = group.complete_runs(name)
         if not runs:
             continue
-        memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
+        firsts = {run.block: run.summary.weights_sha256 for run in group.complete_runs(first)}
+        equal = [
+            run.summary.weights_sha256 == firsts[run.block] for run in runs if run.block in firsts
+        ]
         of_equal = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
+        measured = [figures_of(run) for run in runs]
+        memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
+        ablated = [
+            turn.straggler_ratio
+            for block in group.blocks_with([name])
+            for turn in block.of("ablation")
+            if turn.side == name
+        ]
         rows.append(
             {
-                **cell_fields(comparison, cell),
-                **{name: median_or_none([one[name] for one in measured]) for name in measured[0]},
+                **cell_fields(group, name),
+                **{
+                    figure: median_or_none([of_run[figure] for of_run in measured])
+                    for figure in measured[0]
+                },
                 "weights": of_equal if equal else "–",
                 "runs": len(runs),
-                "planned_runs": sum(run.cell == cell for run in comparison.runs),
-                "peak_memory": estimate_logs(memory, comparison.confidence),
+                "planned_runs": sum(run.configuration == name for run in group.runs),
+                "peak_memory": estimate_logs(memory, record.confidence),
                 "straggler_ratio": median_or_none(ablated),
             }
         )
@@ -142,68 +159,72 @@ def median_or_none(values: Sequence[float | None]) -> float | None:
 # ------------------------------------------------------------------------------------- the phases
 
 
-def phases_by_block(comparison: Comparison, cell: CellKey) -> dict[int, dict[str, float]]:
-    """Return the seconds of a cell's mean step by phase, for each block that measured them: by
-    turns, or else in whole runs, where the exchange is part of backward."""
-    by_turns = {block.number: block.phases(cell[2]) for block in comparison.blocks_of(cell)}
+def phases_by_block(group: Group, configuration: str) -> dict[int, dict[str, float]]:
+    """Return the seconds of a configuration's mean step by phase, for each block that measured
+    them: by turns, or else in whole runs, where the exchange is part of backward."""
+    by_turns = {
+        block.number: block.phases(configuration) for block in group.blocks_with([configuration])
+    }
     by_runs = {
         run.block: {
             name: seconds
             for name, seconds in vars(run.summary.phases).items()
             if name.endswith("_seconds") and seconds is not None
         }
-        for run in comparison.complete_runs(cell)
+        for run in group.complete_runs(configuration)
     }
     by_block = by_turns if any(by_turns.values()) else by_runs
     return {block: seconds for block, seconds in by_block.items() if "step_seconds" in seconds}
 
 
-def phase_rows(comparison: Comparison) -> list[Row]:
+def phase_rows(record: Record) -> list[Row]:
     """Return how the time of each cell's step divides into phases: the seconds of each phase, and
     `step_seconds`, as means over blocks. By turns they are means over ranks, from the same turns as
     the verdicts; in whole runs they are rank 0's."""
     rows = []
-    for cell in comparison.cells:
-        if blocks := [*phases_by_block(comparison, cell).values()]:
+    for group, configuration in cells_of(record):
+        if blocks := [*phases_by_block(group, configuration).values()]:
             names = [name for name in blocks[0] if all(name in block for block in blocks)]
             means = {name: fmean(block[name] for block in blocks) for name in names}
-            rows.append({**cell_fields(comparison, cell), **means})
+            rows.append({**cell_fields(group, configuration), **means})
     return rows
 
 
-def images_per_step(comparison: Comparison, cell: CellKey) -> float:
-    """Return the images in a cell's mean step, over all workers."""
-    for block in comparison.blocks_of(cell):
+def images_per_step(group: Group, configuration: str) -> float:
+    """Return the images in a configuration's mean step, over all workers."""
+    for block in group.blocks_with([configuration]):
         if block.steps:
-            return block.counted(cell[2])[0].images / block.steps[cell[2]]
-    summary = comparison.complete_runs(cell)[0].summary
+            return block.counted(configuration)[0].images / block.steps[configuration]
+    summary = group.complete_runs(configuration)[0].summary
     return summary.samples_seen / summary.steps
 
 
-def phase_differences(comparison: Comparison, verdicts: Iterable[Verdict]) -> list[Row]:
+def phase_differences(record: Record, verdicts: Iterable[Verdict]) -> list[Row]:
     """Return, for each verdict that shows a difference, how the difference divides into phases:
     first minus second (as the ratios are first / second), paired by block, so that the phases add
     up to the step. Steps of different sizes are not compared."""
     rows = []
     for verdict in verdicts:
-        cells = [(verdict.case, verdict.workers, name) for name in (verdict.first, verdict.second)]
-        ours, theirs = (phases_by_block(comparison, cell) for cell in cells)
+        group = record.group_at(verdict.case, verdict.workers)
+        ours, theirs = (phases_by_block(group, name) for name in (verdict.first, verdict.second))
         both = sorted(ours.keys() & theirs.keys())
         if verdict.is_null_test or verdict.decision not in DIFFERENT or not both:
             continue
-        if math.isclose(*(images_per_step(comparison, cell) for cell in cells), rel_tol=1e-6):
-            pairs = [subtract_phases(ours[block], theirs[block]) for block in both]
-            rows.append(
-                {
-                    **cell_fields(comparison, cells[0]),
-                    "configuration": f"{verdict.first} − {verdict.second}",
-                    **{
-                        name: mean_interval([pair[name] for pair in pairs], comparison.confidence)
-                        for name in pairs[0]
-                        if all(name in pair for pair in pairs)
-                    },
-                }
-            )
+        sizes = [images_per_step(group, name) for name in (verdict.first, verdict.second)]
+        if not math.isclose(*sizes, rel_tol=1e-6):
+            continue
+        pairs = [subtract_phases(ours[block], theirs[block]) for block in both]
+        rows.append(
+            {
+                **cell_fields(group, verdict.first),
+                "configuration": f"{verdict.first} − {verdict.second}",
+                **{
+                    name: mean_interval([pair[name] for pair in pairs], record.confidence)
+                    for name in pairs[0]
+                    if all(name in pair for pair in pairs)
+                },
+            }
+        )
     return rows
 
 

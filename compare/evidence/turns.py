@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, harmonic_mean
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -54,11 +54,9 @@ class Block:
     disturbed_seconds: Amount = 0.0  # disturbed turns, and waiting until the machine is quiet
     seconds: Amount = 0.0  # of the whole block, starts and ends included; 0: not recorded
     quiet_cores: Amount = QUIET_CORES  # most that others may keep busy in a round that counts
-    commands: tuple[Text, ...] = ()  # of the sides, in `order`
     # Digests by side after the last round; for a user's own scripts, after their first steps.
     weights: dict[str, Text] = field(default_factory=dict)
     unit: Text = "images"  # what `images` of turns counts; a user's own scripts may name another
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # environments of these scripts
 
     @property
     def measuring_seconds(self) -> float:

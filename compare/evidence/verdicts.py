@@ -5,17 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from compare.evidence.equality import Fact, compare_facts, difference_text
-from compare.evidence.judgement import Finding, facts_between, find, holm, judged_together
+from compare.evidence.equality import difference_text
+from compare.evidence.group import Group
+from compare.evidence.judgement import Finding, find, holm, judged_together
+from compare.evidence.labels import labels_of
 from compare.evidence.paired import MIN_BLOCKS, Estimate
-from compare.evidence.records import Comparison
-from compare.evidence.stopping import unfinished
+from compare.evidence.record import Record
 from compare.evidence.turns import estimate, work_per_cpu_second
 from compare.evidence.words import (
     bound_text,
     count,
     interval_text,
-    labels_of,
     percent_text,
     place_text,
     ratio_text,
@@ -167,19 +167,16 @@ class Verdict(Finding):
         return lines
 
 
-def judge(
-    comparison: Comparison, facts: Mapping[tuple[str, int], Sequence[Fact]] | None = None
-) -> list[Verdict]:
-    """Return a verdict for each case, number of workers, and pair of configurations. `facts`: the
-    results of `compare_facts` by case and workers, if the caller has them already."""
-    verdicts, missing = list[Verdict](), unfinished(comparison)
-    for place in comparison.plan.groups():
-        facts_here = (facts or {}).get(place) or compare_facts(comparison, *place)
-        verdicts += [
-            judge_pair(comparison, place, pair, facts_here, missing)
-            for pair in comparison.plan.pairs()
+def judge(record: Record) -> list[Verdict]:
+    """Return a verdict for each group and pair of configurations."""
+    labels = labels_of(record)
+    return decided(
+        [
+            judge_pair(record, group, pair, labels)
+            for group in record.groups
+            for pair in record.plan.pairs()
         ]
-    return decided(verdicts)
+    )
 
 
 def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -212,51 +209,46 @@ def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def judge_pair(
-    comparison: Comparison,
-    place: tuple[str, int],
-    pair: tuple[str, str],
-    facts: Sequence[Fact],
-    missing: Iterable[tuple[str, int]],
+    record: Record, group: Group, pair: tuple[str, str], labels: Mapping[str, str]
 ) -> Verdict:
-    """Compare two configurations over the blocks in which both are complete. `missing`: the
-    unfinished places."""
+    """Compare two configurations over the blocks in which both are complete. `labels`: of all
+    configurations, by name."""
     first, second = pair
-    labels, powers = labels_of(comparison), {first: 1, second: -1}
-    runs, others = (
-        {run.block: run for run in comparison.complete_runs((*place, name))} for name in pair
-    )
-    both = [(runs[block], others[block]) for block in sorted(runs.keys() & others.keys())]
-    equal_work = ""
-    if comparison.plan.side:
-        between = facts_between(comparison, place, pair, facts)
-        equal_work = equal_work_text(comparison, pair, between)
+    plan, powers = record.plan, {first: 1, second: -1}
     verdict = Verdict(
-        **vars(find(comparison, place, powers, facts, missing)),
+        **vars(find(record, group, powers)),
         first=first,
         second=second,
         first_label=labels[first],
         second_label=labels[second],
-        margin=comparison.plan.margin_of(pair),
-        unit=comparison.unit,
-        is_null_test=comparison.plan.null,
-        delay=comparison.plan.delay if pair == comparison.plan.pairs()[-1] else None,
-        equal_weights=tuple(a.summary.weights_sha256 == b.summary.weights_sha256 for a, b in both),
-        equal_work=equal_work,
+        margin=plan.margin_of(pair),
+        unit=record.unit,
+        is_null_test=plan.null,
+        delay=plan.delay if pair == plan.pairs()[-1] else None,
+        equal_weights=equal_weights(group, pair),
+        equal_work=equal_work_text(group, pair, record.unit) if plan.side else "",
     )
     if verdict.speed is None:
         return verdict
-    blocks = comparison.blocks(*place)
-    work = estimate(blocks, powers, work_per_cpu_second, comparison.confidence)
+    work = estimate(group.blocks, powers, work_per_cpu_second, group.confidence)
     return replace(verdict, cpu=work.inverse())
 
 
-def interaction(
-    comparison: Comparison, case: str, workers: int, verdicts: Iterable[Verdict]
-) -> Estimate | None:
+def equal_weights(group: Group, pair: tuple[str, str]) -> tuple[bool, ...]:
+    """Return whether the whole trainings of a pair ended with bit-equal weights, block by block."""
+    weights = [
+        {run.block: run.summary.weights_sha256 for run in group.complete_runs(name)}
+        for name in pair
+    ]
+    both = sorted(weights[0].keys() & weights[1].keys())
+    return tuple(weights[0][block] == weights[1][block] for block in both)
+
+
+def interaction(record: Record, group: Group, verdicts: Iterable[Verdict]) -> Estimate | None:
     """Return how far engine and transport depend on each other: the engines' ratio over one
     transport divided by that over the other. None unless judged pairs that differ in nothing else
     connect all corners of a square: only for such pairs is it known that nothing else differs."""
-    corners = [*comparison.square.values()]
+    corners = [*record.square.values()]
     known = [{one.first, one.second} for one in verdicts if one.speed is not None]
     joined = {*corners[:1]}
     for _ in corners:
@@ -264,14 +256,14 @@ def interaction(
     if not corners or joined != {*corners}:
         return None
     powers = dict(zip(corners, (1, -1, -1, 1), strict=True))
-    blocks = [one for one in comparison.blocks(case, workers) if {*corners} <= {*one.order}]
-    return estimate(blocks, powers, confidence=comparison.confidence) if blocks else None
+    blocks = group.blocks_with(corners)
+    return estimate(blocks, powers, confidence=group.confidence) if blocks else None
 
 
-def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
+def correction_text(record: Record, verdicts: Sequence[Verdict]) -> str:
     """Say how the report corrects for several verdicts, and for extensions of the measurement."""
     parts = []
-    percent = f"{100 * (1 - comparison.confidence):.3g}"
+    percent = f"{100 * (1 - record.confidence):.3g}"
     family = max((verdict.family for verdict in verdicts), default=0)
     if family > 1:
         parts.append(
@@ -280,10 +272,10 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
             "false “equal”. Each interval covers its own ratio alone, without this correction: it "
             "may exclude 1, or lie within the margin, although nothing is decided."
         )
-    if times := len(comparison.plan.ends) - 1:
+    if times := record.extensions:
         parts.append(
             f"This comparison was extended {count(times, 'time')} after its report could be read, "
-            f"so each of its intervals has a confidence of {100 * comparison.confidence:.4g} %. "
+            f"so each of its intervals has a confidence of {100 * record.confidence:.4g} %. "
             "Each look at the figures may err half as often as the one before: all looks together "
             "err in less than 10 % of comparisons, if each end was set before its figures could "
             "be seen."
@@ -291,10 +283,10 @@ def correction_text(comparison: Comparison, verdicts: Sequence[Verdict]) -> str:
     return " ".join(parts)
 
 
-def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterable[Fact]) -> str:
+def equal_work_text(group: Group, pair: tuple[str, str], unit: str) -> str:
     """Say whether two scripts of a user's own do equal work, judged by the size of their steps and
     by the digests of weights that they give, and in what else they differ."""
-    blocks = comparison.blocks("", 0)
+    blocks = group.blocks
     digests = [[block.weights.get(name) for name in pair] for block in blocks]
     steps = [
         fmean(turn.images / block.steps[name] for block in blocks for turn in block.counted(name))
@@ -305,7 +297,7 @@ def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterab
     reason = ""
     if not math.isclose(*steps, rel_tol=0.001):
         reason = "a step has " + ", and ".join(
-            f"{number:,.4g} {comparison.unit} in all ranks of {name}"
+            f"{number:,.4g} {unit} in all ranks of {name}"
             for number, name in zip(steps, pair, strict=True)
         )
     elif silent:
@@ -315,5 +307,5 @@ def equal_work_text(comparison: Comparison, pair: tuple[str, str], facts: Iterab
         reason = f"after the first steps both had bit-equal weights in only {equal} of {number}"
     text = f"Equal work: after the first steps both had bit-equal weights in {number}."
     text = f"Equal work is not shown: {reason}." if reason else text
-    differ = [difference_text(fact) for fact in facts if fact.is_varied]
+    differ = [difference_text(fact) for fact in group.facts_between(pair) if fact.is_varied]
     return f"{text} They differ in {' and in '.join(differ)}." if differ else text

@@ -10,13 +10,12 @@ from typing import Any
 
 import tabulate
 
-from compare.evidence import packed
 from compare.evidence.judgement import Finding, holm, judged_together
-from compare.evidence.packed import read_text
 from compare.evidence.paired import INTERVAL, MIN_BLOCKS, Estimate, estimate_ratio
-from compare.evidence.reading import decode, parse, read_object, read_outcome
+from compare.evidence.reading import decode, parse, read_object, read_record, read_text
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count, interval_text, ratio_text, short, three_digits
+from compare.plan.plan import Outcome
 from recipe.errors import UserError
 from recipe.record.schema import Count, Positive, Text
 from recipe.settings.flags import WIRE_BYTES
@@ -131,7 +130,7 @@ def read_measurement(folder: Path) -> Measurement:
     were measured before the fault showed.
     """
     path = folder / "collectives.json"
-    if not packed.exists(path):
+    if not path.exists():
         raise UserError(f"{folder}: holds no measurement of collectives")
     plan = read_object(path)
     parse(plan, Settings, path)
@@ -139,7 +138,9 @@ def read_measurement(folder: Path) -> Measurement:
     failed, loads = list[str](), list[float]()
     for name, block in product(plan["backends"], range(1, plan["blocks"] + 1)):
         place = folder / f"block-{block}" / name
-        outcome = read_outcome(place)
+        outcome = Outcome("not run")
+        if (place / "outcome.json").exists():
+            outcome = read_record(place / "outcome.json", Outcome)
         loads.append(outcome.other_load or 0.0)
         if outcome.status == "completed":
             launches.setdefault(name, []).append(read_launch(place / "measurements.jsonl"))

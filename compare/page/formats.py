@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from compare.evidence.equality import Fact, difference_text
-from compare.evidence.records import Comparison
+from compare.evidence.record import Record
 from compare.evidence.words import count, place_text, short, shortest_unique_names
 from compare.page.chart import template
 from compare.page.plots import draw_plots
@@ -54,7 +54,7 @@ def as_text(reports: Sequence[Report]) -> str:
             parts += [f"{letter}: {name}", *said(report)]
     else:
         tables = map(titled, main_tables(first))
-        parts += [first.comparison.plan.question or "", *tables, *said(first), *first.headline]
+        parts += [first.record.plan.question or "", *tables, *said(first), *first.headline]
     return "\n\n".join(filter(None, parts))
 
 
@@ -69,6 +69,7 @@ def said(report: Report) -> Iterator[str]:
     yield from (report.equal_weights, report.ours, report.correction)
     for title, lines in report.notices:
         yield "\n  ".join([f"{title}:", *lines])
+    yield report.provenance
 
 
 def as_markdown(reports: Sequence[Report]) -> str:
@@ -97,22 +98,23 @@ def as_page(reports: Sequence[Report]) -> str:
         page = template("side_by_side.html.jinja")
         return str(page.render(both=both, tables=side_by_side_tables(both), **shared))
     [report] = reports
-    comparison = report.comparison
-    facts = [fact for found in report.facts.values() for fact in found]
-    varied, others = ([f for f in facts if f.is_varied is wanted] for wanted in (True, False))
+    record = report.record
+    varied, others = (
+        [fact for fact in report.facts if fact.is_varied is wanted] for wanted in (True, False)
+    )
     page = template("report.html.jinja").render(
         report=report,
-        comparison=comparison,
-        folder=comparison.folder.resolve().name,
+        record=record,
+        folder=record.folder.resolve().name,
         squares=[*goals_tables([report]), *square_tables(report)],
-        places=len(report.facts),
+        places=len(record.groups),
         machine=fact_lines(fact for fact in others if fact.field in ENVIRONMENT),
         settings=fact_lines(fact for fact in others if fact.field not in ENVIRONMENT),
         varied=fact_lines(varied),
         tables=all_tables(report),
         plots=draw_plots(report),
-        commands=commands(comparison),
-        has_prediction=(comparison.folder / "prediction.html").exists(),
+        commands=commands(record),
+        has_prediction=(record.folder / "prediction.html").exists(),
         count=count,
         **shared,
     )
@@ -141,10 +143,10 @@ def fact_text(fact: Fact) -> str:
     return short(fact.rows[0].value) + (", another in each block" * fact.is_of_block)
 
 
-def commands(comparison: Comparison) -> list[tuple[str, str]]:
+def commands(record: Record) -> list[tuple[str, str]]:
     """Return the commands of the first block (those of other blocks differ only in seed and
     folder), and the digests of a user's own scripts."""
-    runs = comparison.runs or comparison.sides
+    runs = record.runs or record.sides
     of_first_block = [
         (
             ", ".join(filter(None, (run.case, run.name))),
@@ -153,7 +155,7 @@ def commands(comparison: Comparison) -> list[tuple[str, str]]:
         for run in runs
         if run.block == runs[0].block and (run.command or run.is_complete)
     ]
-    scripts = comparison.plan.scripts.items()
+    scripts = record.plan.scripts.items()
     return [*of_first_block, *((f"SHA-256 of {name}", digest) for name, digest in scripts)]
 
 
@@ -190,11 +192,11 @@ OF_RUN = ("case", "configuration", "engine", "launcher", "workers", "block", "st
 def as_csv(reports: Sequence[Report]) -> str:
     """Return a line for each planned run and each turn. Columns have units in their names; a
     figure that was not measured is empty."""
-    names = shortest_unique_names([report.comparison.folder for report in reports])
+    names = shortest_unique_names([report.record.folder for report in reports])
     lines = [
         {"comparison": name, **line}
         for name, report in zip(names, reports, strict=True)
-        for line in (*run_lines(report.comparison), *turn_lines(report.comparison))
+        for line in (*run_lines(report.record), *turn_lines(report.record))
     ]
     text = io.StringIO()
     columns = dict.fromkeys(column for line in lines for column in line)
@@ -204,9 +206,9 @@ def as_csv(reports: Sequence[Report]) -> str:
     return text.getvalue()
 
 
-def run_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def run_lines(record: Record) -> Iterator[dict[str, Any]]:
     """Yield a line for each planned run."""
-    for run in comparison.runs:
+    for run in record.runs:
         figures = {
             name: attrgetter(path)(run) if run.is_complete else None
             for name, path in RUN_FIGURES.items()
@@ -217,22 +219,22 @@ def run_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
             **{name: getattr(run, name) for name in OF_RUN},
             **figures,
             "other_load_cores": run.other_load,
-            "folder": str(run.folder.relative_to(comparison.folder)),
+            "folder": str(run.folder.relative_to(record.folder)),
         }
 
 
-def turn_lines(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def turn_lines(record: Record) -> Iterator[dict[str, Any]]:
     """Yield a line for each turn."""
-    if not comparison.is_by_turns:
+    if not record.is_by_turns:
         return
-    for case, workers in comparison.plan.groups():
-        for block in comparison.blocks(case, workers):
+    for group in record.groups:
+        for block in group.turns:
             for turn in block.turns:
                 yield {
                     "measured_by": "turn",
-                    "case": case,
+                    "case": group.case,
                     "configuration": turn.side,
-                    "workers": workers,
+                    "workers": group.workers,
                     "block": block.number,
                     "round": turn.round,
                     "purpose": turn.purpose,
@@ -264,11 +266,11 @@ def as_json(reports: Sequence[Report]) -> str:
 
 def report_value(report: Report) -> dict[str, Any]:
     """Return a report as a JSON object."""
-    comparison = report.comparison
+    record = report.record
     return {
-        "comparison": str(comparison.folder),
+        "comparison": str(record.folder),
         "title": report.title,
-        "plan": comparison.plan,
+        "plan": record.plan,
         "headline": report.headline,
         "verdicts": [
             {**vars(verdict), "sentence": verdict.sentence()} for verdict in report.verdicts
@@ -281,8 +283,8 @@ def report_value(report: Report) -> dict[str, Any]:
         "speed": report.speed,
         "trainings": report.trainings,
         "phases": [*report.phases, *report.phase_differences],
-        "runs": list(run_lines(comparison)),
-        "turns": list(turn_lines(comparison)),
+        "runs": list(run_lines(record)),
+        "turns": list(turn_lines(record)),
         "equal_weights": report.equal_weights,
         "ours": report.ours,
         "correction": report.correction,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from compare.evidence.paired import Estimate
-from compare.evidence.rows import EXPOSED, Row
+from compare.evidence.rows import EXPOSED, Row, cells_of
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import interval_text, place_text, ratio_text, three_digits
 from compare.page.chart import (
@@ -42,7 +42,7 @@ def draw_plots(report: Report) -> list[Plot]:
         *placed([plot_verdicts(report.verdicts)], ""),
         *(
             plot
-            for case in report.comparison.plan.cases
+            for case in report.record.plan.cases
             for plot in placed([draw(report, case) for draw in kinds], case)
         ),
     ]
@@ -75,7 +75,7 @@ def curve(
 
 def line_style(report: Report, name: str) -> tuple[int, str]:
     """Return a configuration's index, and its colour in all plots."""
-    index = [*report.comparison.configurations].index(name)
+    index = [*report.record.configurations].index(name)
     return index, COLOURS[index % len(COLOURS)]
 
 
@@ -150,7 +150,7 @@ def plot_throughput(report: Report, case: str) -> Plot | None:
     rows = [row for row in report.speed if row["case"] == case]
     if not rows:
         return None
-    layers, named, unit = list[Layer](), list[PlotRow](), report.comparison.unit
+    layers, named, unit = list[Layer](), list[PlotRow](), report.record.unit
     fewest: dict[str, Row] = {}
     for y, (row, name) in enumerate(zip(rows, row_names(report, rows), strict=True)):
         configuration, rate = row["configuration"], row["images_per_second"]
@@ -188,17 +188,17 @@ def plot_drift(report: Report, case: str) -> Plot | None:
     """Show speed over the blocks in the order in which they ran, of the turns that count only;
     None with fewer than two points."""
     layers: list[Layer] = []
-    cells = [cell for cell in report.comparison.cells if cell[0] == case]
-    mark, unit = 0 if report.comparison.is_by_turns else 2, report.comparison.unit
-    for _, workers, name in cells:
+    cells = [cell for cell in cells_of(report.record) if cell[0].case == case]
+    mark, unit = 0 if report.record.is_by_turns else 2, report.record.unit
+    for group, name in cells:
         measured = [
             (block.number + at / len(turns), turn.images_per_second)
-            for block in report.comparison.blocks(case, workers)
+            for block in group.blocks
             for turns in [block.counted(name)]
             for at, turn in enumerate(turns)
         ]
         points = thinned(measured, MAX_POINTS // len(cells))
-        place = place_text(report.labels[name], workers)
+        place = place_text(report.labels[name], group.workers)
         texts = [f"{place}, block {x:.2f}: {y:,.4g} {unit}/s" for x, y in points]
         layers += curve(report, name, points, texts, 1.1, mark)
     x, y = values_of(layers)
@@ -260,7 +260,7 @@ def plot_time_to_accuracy(report: Report, case: str) -> Plot | None:
     """Show validation top-1 against the training clock, of the undisturbed runs with the most
     workers; None without evaluations."""
     layers: list[Layer] = []
-    whole = [run for run in report.comparison.complete if run.case == case]
+    whole = [run for run in report.record.complete if run.case == case]
     most = max((run.workers for run in whole), default=0)
     runs = [run for run in whole if run.workers == most and not run.is_disturbed]
     runs.sort(key=lambda run: line_style(report, run.configuration)[0])

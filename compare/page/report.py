@@ -3,27 +3,25 @@
 import datetime
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from compare.evidence import packed
-from compare.evidence.equality import compare_facts
 from compare.evidence.goals import goals_of
+from compare.evidence.labels import labels_of
 from compare.evidence.occasions import Key, over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
-from compare.evidence.records import Comparison, RunRecord
+from compare.evidence.record import Record
 from compare.evidence.rows import (
     phase_differences,
     phase_rows,
     speed_rows,
     training_rows,
 )
-from compare.evidence.stopping import group_of, unfinished
+from compare.evidence.runs import RunRecord
 from compare.evidence.verdicts import correction_text, interaction, judge
 from compare.evidence.words import (
     count,
-    labels_of,
     percent_text,
     place_text,
     short,
@@ -66,33 +64,31 @@ ASIDE = "Runs that do not affect the speed verdicts"
 class Report:
     """What a comparison shows."""
 
-    def __init__(self, comparison: Comparison):
-        self.comparison = comparison
-        # What must be equal among whole runs and among sides, by case and number of workers.
-        self.facts = {
-            place: compare_facts(comparison, *place) for place in comparison.plan.groups()
-        }
-        self.labels = labels_of(comparison)
-        self.verdicts = judge(comparison, self.facts)
-        self.goals = goals_of(comparison, self.facts)
+    def __init__(self, record: Record):
+        self.record = record
+        # What must be equal among whole runs and among sides.
+        self.facts = [fact for group in record.groups for fact in group.facts]
+        self.labels = labels_of(record)
+        self.verdicts = judge(record)
+        self.goals = goals_of(record)
         found = {
-            place: interaction(
-                comparison, *place, [v for v in self.verdicts if (v.case, v.workers) == place]
+            group.place: interaction(
+                record, group, [v for v in self.verdicts if (v.case, v.workers) == group.place]
             )
-            for place in comparison.plan.groups()
+            for group in record.groups
         }
         self.interactions = {place: one for place, one in found.items() if one is not None}
-        self.correction = correction_text(comparison, self.verdicts)
-        self.speed = speed_rows(comparison)
-        self.trainings = training_rows(comparison)
-        self.phases = phase_rows(comparison)
-        self.phase_differences = phase_differences(comparison, self.verdicts)
-        self.notices = notices(comparison)
+        self.correction = correction_text(record, self.verdicts)
+        self.speed = speed_rows(record)
+        self.trainings = training_rows(record)
+        self.phases = phase_rows(record)
+        self.phase_differences = phase_differences(record, self.verdicts)
+        self.notices = notices(record)
 
     @property
     def title(self) -> str:
         """The report's title: what was compared."""
-        plan, engines = self.comparison.plan, {run.engine for run in self.comparison.written}
+        plan, engines = self.record.plan, {run.engine for run in self.record.written}
         if plan.side:
             return "Scripts, side by side" if len(plan.side) > 1 else "A script"
         if plan.null:
@@ -109,18 +105,18 @@ class Report:
         """Model, data, machine and time, without which the figures mean nothing."""
 
         def all_values(value_of: Callable[[RunRecord], Any]) -> str:
-            values = dict.fromkeys(value_of(run) for run in self.comparison.written)
+            values = dict.fromkeys(value_of(run) for run in self.record.written)
             return " and ".join(str(value) for value in values if value is not None)
 
-        environment = self.comparison.written[0].environment
+        environment = self.record.written[0].environment
         model = all_values(lambda run: run.config.arch) or "A model"
         data = all_values(lambda run: run.config.data or run.config.train_dir)
         batches = all_values(lambda run: run.config.batch_size)
         hosts, device = len(environment.hosts), environment.device_name or environment.cpu_model
-        created = datetime.datetime.fromisoformat(self.comparison.plan.created_utc)
+        created = datetime.datetime.fromisoformat(self.record.plan.created_utc)
         machine = f"{device}, {count(environment.cores, 'core')}"
         parts = [
-            "" if self.comparison.plan.side else f"{model} on {data or 'the given images'}",
+            "" if self.record.plan.side else f"{model} on {data or 'the given images'}",
             f"batch {batches} a worker" if batches else "",
             all_values(lambda run: run.config.precision),
             f"{machine}, {hosts} hosts" if hosts > 1 else machine,
@@ -139,7 +135,7 @@ class Report:
             if v.is_finished and v.speed and v.speed.error
         }
         finished = {(v.case, v.workers) for v in judged.values()}
-        over = [*dict.fromkeys(transport for _, transport in self.comparison.square)]
+        over = [*dict.fromkeys(transport for _, transport in self.record.square)]
         return {key: v.speed for key, v in judged.items() if v.speed} | {
             (*place, f"the ratio DDP / Horovod over {over[0]}", f"that over {over[1]}"): one
             for place, one in self.interactions.items()
@@ -149,7 +145,7 @@ class Report:
     @property
     def headline(self) -> list[str]:
         """The answer to the plan's question: the verdicts on its first pair, in plain words."""
-        first = self.comparison.plan.pairs()[:1]
+        first = self.record.plan.pairs()[:1]
         asked = [one for one in self.verdicts if (one.first, one.second) in first]
         return [verdict.headline(is_placed=len(asked) > 1) for verdict in asked]
 
@@ -168,7 +164,7 @@ class Report:
     def ours(self) -> str:
         """Which of this project's own settings the runs recorded. Users who start an engine with
         its defaults measure without them."""
-        runs = self.comparison.written
+        runs = self.record.written
         over_mpi = [run for run in runs if run.environment.transport == "MPI"]
         on_cpus = [run for run in runs if run.environment.device == "cpu"]
         settings = [
@@ -196,10 +192,19 @@ class Report:
         return ours and f"Not engine defaults: {ours}. The plan stock measures their effect."
 
     @property
+    def provenance(self) -> str:
+        """How many blocks the record has, and its head, by which any later change of it is found;
+        "" if something is wrong with it."""
+        if self.record.problem:
+            return ""
+        blocks = count(self.record.num_blocks, "block")
+        return f"The record: {blocks}, SHA-256 {self.record.head}."
+
+    @property
     def reproduce(self) -> list[str]:
         """The commands that repeat this comparison."""
-        plan = self.comparison.plan
-        commit = self.comparison.written[0].environment.git_commit
+        plan = self.record.plan
+        commit = self.record.written[0].environment.git_commit
         lines = [f"git checkout {commit}"] if commit else []
         lines += ["make setup", ". .venv/bin/activate"]
         inherited = plan.environment.inherited
@@ -211,8 +216,8 @@ class Report:
     @property
     def limits(self) -> list[str]:
         """What the comparison does not show."""
-        runs, workers = self.comparison.written, ", ".join(map(str, self.comparison.plan.workers))
-        is_own = bool(self.comparison.plan.side)
+        runs, workers = self.record.written, ", ".join(map(str, self.record.plan.workers))
+        is_own = bool(self.record.plan.side)
         environment, is_cpu = runs[0].environment, runs[0].environment.device == "cpu"
         widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
         shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths, default=0))
@@ -273,25 +278,25 @@ class SideBySide:
 
     def __init__(self, reports: Sequence[Report]):
         self.reports = reports
-        comparisons = [report.comparison for report in reports]
-        self.names = shortest_unique_names([one.folder for one in comparisons])
+        records = [report.record for report in reports]
+        self.names = shortest_unique_names([one.folder for one in records])
         # Their full names would make a table too wide.
         self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
         # In what the comparisons differ, apart from the order and the noise of their runs: a value
         # for each comparison. Several values within a comparison are joined.
         settings = dict.fromkeys(
             name
-            for one in comparisons
+            for one in records
             for run in one.written
             for name in run.config.flags | run.environment.variables
             if name not in NOT_SETTINGS
         )
         values: dict[str, Sequence[str]] = {
-            "measured by": [one.plan.measure for one in comparisons],
-            "scripts": [json.dumps(one.plan.scripts, sort_keys=True) for one in comparisons],
+            "measured by": [one.plan.measure for one in records],
+            "scripts": [json.dumps(one.plan.scripts, sort_keys=True) for one in records],
         }
         for name in dict.fromkeys((*ENVIRONMENT, *settings)):
-            values[name] = [without_paths(values_text(one, name)) for one in comparisons]
+            values[name] = [without_paths(values_text(one, name)) for one in records]
         self.differences = {name: texts for name, texts in values.items() if len({*texts}) > 1}
         others = [name for name, texts in self.differences.items() if asks_other(name, texts)]
         pooled = over_occasions([report.ratios for report in reports])
@@ -315,9 +320,9 @@ def asks_other(name: str, values: Sequence[str]) -> bool:
     return name not in OF_OCCASION and len(meant) > 1
 
 
-def values_text(comparison: Comparison, name: str) -> str:
+def values_text(record: Record, name: str) -> str:
     """Return the values of a setting, or of a fact, in the order of the cells."""
-    runs = sorted(comparison.written, key=lambda run: run.cell)
+    runs = sorted(record.written, key=lambda run: (run.case, run.workers, run.configuration))
     recorded = (
         vars(run.environment)
         if name in ENVIRONMENT
@@ -328,67 +333,66 @@ def values_text(comparison: Comparison, name: str) -> str:
     return "; ".join(dict.fromkeys(short(value) or "none" for value in values))
 
 
-def notices(comparison: Comparison) -> list[tuple[str, list[str]]]:
+def notices(record: Record) -> list[tuple[str, list[str]]]:
     """Return warnings and missing runs as lists with headings; those that do not affect a speed
     verdict have a list of their own."""
-    judged = {name for pair in comparison.plan.pairs() for name in pair}
-    found: dict[str, list[str]] = {WARNINGS: [*comparison.plan.warnings], MISSING: [], ASIDE: []}
-    damaged = {(case, workers) for case, workers, _ in comparison.damaged_blocks}
+    plan = record.plan
+    judged = {name for pair in plan.pairs() for name in pair}
+    found: dict[str, list[str]] = {WARNINGS: [*plan.warnings], MISSING: [], ASIDE: []}
     found[WARNINGS] += [
         f"{place_text(*place)}: nothing is decided, because part of the record cannot be read"
-        if place in damaged
+        if record.problem
         else f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the "
         f"same command of run.py continues it: {so_far}"
-        for place, so_far in unfinished(comparison).items()
+        for place, so_far in record.unfinished.items()
     ]
-    num_estimates = len(comparison.plan.pairs()) * len(comparison.plan.groups())
-    found[WARNINGS] += [
-        f"{place_text(*place)}, {first} / {second}: each block's ratio resembles the one before "
-        f"(lag-1 correlation {lag:.2f}); the interval assumes independent blocks, so it is too "
-        "narrow"
-        for place in comparison.plan.groups()
-        for (first, second), one in group_of(
-            comparison.plan, *place, comparison.blocks(*place), comparison.confidence
-        ).estimates.items()
-        for lag, p_value in [one.serial_correlation()]
-        if p_value < 0.01 / num_estimates  # at most 1 % false warnings in all of them together
-    ]
+    found[WARNINGS] += correlated_blocks(record)
     found[MISSING] += [
-        f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}"
-        for name in comparison.plan.left_out
+        f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}" for name in plan.left_out
     ]
-    for run in comparison.runs:
-        folder = run.folder.relative_to(comparison.folder)
-        matters = not comparison.is_by_turns and run.block > 0 and run.configuration in judged
-        if run.reason or not run.is_complete:
-            found[MISSING if matters else ASIDE].append(f"{folder}: {trouble(run)}")
+    for run in record.runs:
+        folder = run.folder.relative_to(record.folder)
+        matters = not record.is_by_turns and run.block > 0 and run.configuration in judged
+        if not run.is_complete:
+            found[MISSING if matters else ASIDE].append(f"{folder}: {trouble(record, run)}")
         elif run.is_disturbed:
             cores = count(run.environment.cores, "core")
             found[WARNINGS if matters else ASIDE].append(
                 f"{folder}: other processes kept {run.other_load:.1f} of {cores} busy"
             )
-    found[MISSING] += dict.fromkeys(f"unreadable: {why}" for *_, why in comparison.damaged_blocks)
+    if record.problem:
+        found[MISSING].append(f"unreadable: {record.problem}")
     found[WARNINGS] += [
-        f"turns, {place_text(*place)}, block {block.number}: other processes kept up to "
+        f"turns, {place_text(*group.place)}, block {block.number}: other processes kept up to "
         f"{block.other_load:.2f} cores busy in the rounds that count"
-        for place, blocks in comparison.turns.items()
-        for block in blocks
+        for group in record.groups
+        for block in group.turns
         if block.other_load > block.quiet_cores
     ]
     found[ASIDE] += [
-        f"{folder.relative_to(comparison.folder)}: failed, and was run again; "
-        f"see {packed.file_of(folder / 'output.log')}"
-        for folder in comparison.earlier_failures
+        f"{failure.place}: failed, and was run again; see {record.output_of(failure.place)}"
+        for failure in record.earlier_failures
     ]
     return [(title, lines) for title, lines in found.items() if lines]
 
 
-def trouble(run: RunRecord) -> str:
+def correlated_blocks(record: Record) -> Iterator[str]:
+    """Yield a warning for each pair whose blocks resemble those before them."""
+    num_estimates = len(record.plan.pairs()) * len(record.groups)
+    for group in record.groups:
+        for (first, second), ratio in group.estimates.items():
+            lag, p_value = ratio.serial_correlation()
+            if p_value < 0.01 / num_estimates:  # at most 1 % false warnings in all of them together
+                yield (
+                    f"{place_text(*group.place)}, {first} / {second}: each block's ratio resembles "
+                    f"the one before (lag-1 correlation {lag:.2f}); the interval assumes "
+                    "independent blocks, so it is too narrow"
+                )
+
+
+def trouble(record: Record, run: RunRecord) -> str:
     """Say what became of a run that is not complete."""
-    if run.reason:
-        lost = "no learning curve, " if run.is_complete else ""
-        return f"{lost}unreadable: {run.reason}"
     if run.status == "not run":
         return run.status
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
-    return f"{run.status}{code}; see {packed.file_of(run.folder / 'output.log')}"
+    return f"{run.status}{code}; see {record.output_of(run.folder.relative_to(record.folder))}"

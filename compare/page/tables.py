@@ -207,8 +207,8 @@ PHASE_COLUMNS = [
 
 def all_tables(report: Report) -> list[Table]:
     """Return the tables in their order: speed first, whole trainings separately."""
-    is_by_turns, trainings = report.comparison.is_by_turns, report.trainings
-    has_rungs = any(run.engine not in PEERS for run in report.comparison.runs)
+    is_by_turns, trainings = report.record.is_by_turns, report.trainings
+    has_rungs = any(run.engine not in PEERS for run in report.record.runs)
     phases = (
         "Means over ranks and blocks, of the turns that the verdicts use (in whole runs: of rank "
         "0). Exposed: how much longer a step takes because of the gradient exchange; with one "
@@ -227,7 +227,7 @@ def all_tables(report: Report) -> list[Table]:
         cell_table(
             report,
             f"Speed, {'by turns' if is_by_turns else 'of whole runs'}",
-            speed_columns(report.comparison.unit),
+            speed_columns(report.record.unit),
             report.speed,
         ),
         cell_table(
@@ -261,7 +261,7 @@ def cell_table(
 ) -> Table:
     """Return a table with a row for each cell; it has no lines if no column has a value. Below it
     stand `note` and the columns' notes."""
-    names = [*report.comparison.configurations]
+    names = [*report.record.configurations]
 
     def configuration(row: Any) -> TableCell:
         name = row["configuration"]
@@ -272,7 +272,7 @@ def cell_table(
         for column in columns
         if not column.is_optional or any(column.value(row) is not None for row in rows)
     ]
-    has_cases = len(report.comparison.plan.cases) > 1
+    has_cases = len(report.record.plan.cases) > 1
     whole = (
         *([Column("case", "case", is_number=False)] if has_cases else []),
         Column("configuration", configuration, is_number=False),
@@ -332,12 +332,12 @@ def square_tables(report: Report) -> list[Table]:
     """Return a table for each case and number of workers at which both engines ran over the same
     two transports: their speeds, the ratios of engines and transports, and the interaction."""
     places = dict.fromkeys((v.case, v.workers) for v in report.verdicts if v.speed is not None)
-    return [square_table(report, *place) for place in places if report.comparison.square]
+    return [square_table(report, *place) for place in places if report.record.square]
 
 
 def square_table(report: Report, *place: Any) -> Table:
     """Return the square of one case at one number of workers."""
-    corners = report.comparison.square
+    corners = report.record.square
     rates = {
         row["configuration"]: f"{three_digits(row['images_per_second'])} images/s"
         for row in report.speed
@@ -390,7 +390,7 @@ def side_by_side_tables(both: SideBySide) -> list[Table]:
         cell_table(
             report,
             f"Speed of {letter}, {name}",
-            speed_columns(report.comparison.unit),
+            speed_columns(report.record.unit),
             report.speed,
             APART,
         )

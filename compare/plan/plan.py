@@ -1,6 +1,6 @@
 """The plan of a comparison: each field declared once, and the runs that it asks for.
 
-The keys of a plan file, the flags of run.py, plan.json and the differences between two plans all
+The keys of a plan file, the flags of run.py, its record and the differences between two plans all
 follow from the declaration of a field: its type with bounds, its help, and whether it identifies a
 comparison (compare/run.py, plan_file.py). A plan file:
 
@@ -89,7 +89,7 @@ def percentage(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-MOST = 10_000  # blocks; a larger number can only come from a damaged plan.json
+MOST = 10_000  # blocks; a larger number can only come from a damaged record
 NOT_EMPTY = Meta(min_length=1)
 
 
@@ -254,14 +254,13 @@ Status = Literal["completed", "failed", "timed out", "not run", "interrupted", "
 
 @dataclass
 class Outcome:
-    """outcome.json: how a run ended, as run.py saw it."""
+    """How a run ended, as run.py saw it."""
 
     status: Status = "completed"
     exit_code: int | None = None
     other_load: Amount | None = None  # cores that other processes kept busy; None: not measured
     seconds: Amount = 0.0  # from the launcher's start to its end; 0: not measured
     leftover_processes: int = 0  # processes that the launcher left behind; they were killed
-    digest: str = ""  # the seal of a complete run: compare/evidence/chain.py
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,5 +1,5 @@
-"""Plans in files: TOML, which people write, and plan.json, which a comparison's folder keeps and
-which can be repeated. Also the checks of a plan, and the differences between two plans."""
+"""Plans in files: TOML, which people write, and the plan in a comparison's record, which can be
+repeated. Also the checks of a plan, and the differences between two plans."""
 
 import hashlib
 import json
@@ -32,7 +32,6 @@ from compare.plan.launchers import launch_words
 from compare.plan.plan import (
     FIELDS,
     KEYS,
-    NOT_EMPTY,
     RESERVED_FLAGS,
     Plan,
     decode,
@@ -40,7 +39,6 @@ from compare.plan.plan import (
     percentage,
 )
 from recipe.errors import UserError, near_match
-from recipe.files import write_json
 from recipe.record.schema import Text, Whole
 from recipe.settings.flags import given_flags
 
@@ -72,8 +70,7 @@ OF_A_RULE = ("until_interval", "minutes")
 ALWAYS_SAID = ("configurations", "workers", *OF_A_RULE, "seed")
 IDENTIFIES = Meta(extra={"identifies": True})
 MOST_SCRIPT_BYTES = 10_000_000  # a larger file is data, not a script
-FORMAT = 4  # of plan.json and the files beside it; 4: with seals (compare/evidence/chain.py)
-END = ("blocks", "until_interval", "minutes")  # the fields of the end rule
+FORMAT = 5  # of record.jsonl (compare/evidence/record.py)
 
 
 def typed(table: dict[str, Any], kind: type[T], strict: bool = True) -> T:
@@ -112,32 +109,20 @@ def read_plan_file(name: str) -> dict[str, Any]:
         text = path.read_text()
         if path.suffix == ".json":
             table = plan_table(msgspec.convert(json.loads(text), dict[str, Any]))
+        elif path.suffix == ".jsonl":  # a comparison's record: its last plan
+            lines = msgspec.convert([*map(json.loads, text.splitlines())], list[dict[str, Any]])
+            table = plan_table([line["plan"] for line in lines if line.get("line") == "plan"][-1])
         else:
             table = tomllib.loads(text)
         take_hostfile(table)
-        take_copies(table)
         for key in ("configuration", "side"):
             if "configurations" not in table and key in table:
                 table["configurations"] = list(table[key])
         check_plan(typed(table, Plan))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise UserError(f"{path}: {error}") from None
     shown = path.relative_to(ROOT) if path.parent == PLANS else path
     return {**table, "plan_file": str(shown)}
-
-
-def take_copies(table: dict[str, Any]) -> None:
-    """Remove the key `copies` of earlier versions from a plan's sides, where it is 1; UserError if
-    a side asked for several copies."""
-    sides = table.get("side")
-    for name, side in sides.items() if isinstance(sides, dict) else ():
-        copies = side.pop("copies", 1) if isinstance(side, dict) else 1
-        if copies != 1:
-            raise UserError(
-                f"side.{name}.copies = {copies!r}: this version starts each side once; let one "
-                "launcher start all its processes. To report an older measurement, use the version "
-                "that made it"
-            )
 
 
 def take_hostfile(table: dict[str, Any]) -> None:
@@ -165,7 +150,7 @@ def flag_of(field: msgspec.structs.FieldInfo) -> str:
 
 def plan_table(plan: Any) -> dict[str, Any]:
     """Return the table of a plan file that makes this plan again; `plan` may also come from a
-    plan.json. The order's seed is left out: a repetition draws a new one."""
+    record. The order's seed is left out: a repetition draws a new one."""
     values, default = (msgspec.to_builtins(source, enc_hook=float) for source in (plan, Plan()))
     never = {"order_seed"} if values.get("blocks") is None else {"order_seed", *OF_A_RULE}
     keys = [key for key in KEYS if key in values and key not in never]
@@ -322,7 +307,7 @@ def check_hosts(plan: Plan) -> None:
             launch_words(configuration, workers, plan.hosts)  # refuses ranks that it cannot place
 
 
-# plan.json
+# The plan in a record.
 
 
 class Variables(Struct, frozen=True, kw_only=True):
@@ -335,34 +320,29 @@ class Variables(Struct, frozen=True, kw_only=True):
 
 
 class PlanRecord(Plan, frozen=True, kw_only=True):
-    """plan.json: a plan, plus the facts added when it was run. Enough to make the report and to
-    resume after an interruption."""
+    """The plan in a record: a plan, plus the facts added when it was run. Enough to make the report
+    and to resume after an interruption."""
 
     created_utc: Text
     format: Whole
     warnings: tuple[Text, ...] = ()
-    # Each end rule and when it was set. The last one counts; all after the first are extensions.
-    ends: Annotated[tuple[dict[str, str | int | float | None], ...], NOT_EMPTY]
     trainers_sha256: str | None = None
-    # Only of earlier records: the digests of files of settings.
-    knobs: Annotated[dict[str, str | None], IDENTIFIES] = msgspec.field(default_factory=dict)
     # The digests of the files that the commands of scripts name.
     scripts: Annotated[dict[str, str], IDENTIFIES] = msgspec.field(default_factory=dict)
     environment: Annotated[Variables, IDENTIFIES]
 
 
 def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
-    """Return the content of plan.json for a plan that is run here and now."""
+    """Return the plan as its record holds it, if it is run here and now."""
     inherited, affinity = steering_variables(), tuple(sorted(os.sched_getaffinity(0)))
     if plan.is_allocation:  # another job may get other cores and GPUs; each run records its own
         inherited.pop("CUDA_VISIBLE_DEVICES", None)
         affinity = ()
     fields = {name: getattr(plan, name) for name in Plan.__struct_fields__}
     return PlanRecord(
-        **fields | {"allocation": None, "blocks_there": plan.run_blocks},
+        **fields | {"allocation": None, "blocks_there": 0},
         created_utc=created_utc,
         format=FORMAT,
-        ends=({"created_utc": created_utc, **{name: getattr(plan, name) for name in END}},),
         trainers_sha256=sources_sha256(plan),
         scripts=scripts_sha256(plan),
         environment=Variables(
@@ -396,29 +376,20 @@ def sources_sha256(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
-def write_plan(path: Path, record: PlanRecord) -> None:
-    """Write plan.json."""
-    write_json(path, msgspec.to_builtins(record, enc_hook=float))
-
-
-def read_plan(path: Path) -> PlanRecord:
-    """Read plan.json; UserError names file and field."""
+def plan_of_record(table: dict[str, Any]) -> PlanRecord:
+    """Return the plan that a record holds; UserError names the field that is wrong."""
+    if (format := table.get("format")) != FORMAT:
+        raise UserError(
+            f"format is {format!r}, and this version reads {FORMAT}: report it with the version "
+            "that measured it, or measure again"
+        )
     try:
-        table = msgspec.convert(json.loads(path.read_text("utf-8")), dict)
-        if (format := table.get("format")) != FORMAT:
-            raise UserError(
-                f"format is {format!r}, and this version reads {FORMAT}: report it with the "
-                "version that measured it, or measure again"
-            )
-        take_copies(table)
         plan = typed(table, PlanRecord)
         check_names(plan)
         plan.runs()  # raises if the plan makes no valid runs
         datetime.fromisoformat(plan.created_utc).astimezone(timezone.utc)
-        if any(getattr(plan, name) != plan.ends[-1].get(name) for name in END):
-            raise UserError(f"{', '.join(END)}: differ from the last entry of ends")
-    except (OSError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"the plan cannot be read: {error}") from None
     return plan
 
 

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from compare.evidence import packed
-from compare.evidence.equality import compare_facts, difference_text
+from compare.evidence.equality import difference_text
+from compare.evidence.group import Group
 from compare.evidence.judgement import find
 from compare.evidence.profiles import BYTES, RecordedGradients
-from compare.evidence.reading import read_metrics, read_record
-from compare.evidence.records import CellKey, Comparison, load_comparison
-from compare.evidence.stopping import unfinished
+from compare.evidence.reading import metrics_of, parse
+from compare.evidence.record import FILE, Record, read_comparison
+from compare.evidence.runs import read_run_folder
 from compare.evidence.turns import Block
 from compare.evidence.words import place_text, short
 from compare.plan.configurations import PEERS
@@ -148,6 +149,7 @@ class MeasuredRun:
     summary: Summary
     phases: dict[str, float]  # seconds of a step, by the names of Inputs
     spread: float
+    gradients: dict[str, Any] | None = None  # when each was ready, if the run was profiled
     doubt: str = ""  # why its comparison may conclude nothing from it
 
     @property
@@ -176,36 +178,35 @@ class MeasuredRun:
 def read_runs(path: Path) -> list[MeasuredRun]:
     """Read the runs below a path. Of a comparison, read the complete runs of DDP and Horovod, with
     the times from their turns if there are any."""
-    if not (path / "plan.json").exists():
+    if not (path / FILE).exists():
         return [read_run(summary.parent) for summary in sorted(path.rglob("summary.json"))]
-    comparison = load_comparison(path)
-    doubts = doubts_of(comparison)
-    return [
-        replace(
-            by_turns(read_run(run.folder), comparison.blocks_of(run.cell), run.configuration),
-            doubt=doubts.get(run.cell, ""),
-        )
-        for run in comparison.complete
-        if run.engine in PEERS
-    ]
+    record = read_comparison(path)
+    found = []
+    for group in record.groups:
+        for run in group.complete:
+            if run.engine in PEERS:
+                lone = MeasuredRun(
+                    run.folder,
+                    run.config,
+                    run.environment,
+                    run.summary,
+                    *steps_of(run.metrics, run.config, run.folder),
+                    gradients=run.gradients,
+                    doubt=doubt_of(record, group, run.configuration),
+                )
+                blocks = group.blocks_with([run.configuration])
+                found.append(by_turns(lone, blocks, run.configuration))
+    return found
 
 
-def doubts_of(comparison: Comparison) -> dict[CellKey, str]:
-    """Return why nothing may be concluded from a cell of a comparison, for each of which that is
-    so: by the judgement that its verdicts obey."""
-    missing, doubts = unfinished(comparison), dict[CellKey, str]()
-    for place in comparison.plan.groups():
-        facts = compare_facts(comparison, *place)
-        for name in comparison.configurations:
-            found = find(comparison, place, {name: 1}, facts, missing)
-            why = [*map(difference_text, found.differences)]
-            if not found.is_finished:
-                why.append(f"the measurement is not finished: {missing[place]}")
-            if why:
-                where = f"{comparison.folder}, {place_text(*place)}"
-                case, workers = place
-                doubts[case, workers, name] = f"{where}: {'; '.join(why)}"
-    return doubts
+def doubt_of(record: Record, group: Group, configuration: str) -> str:
+    """Return why nothing may be concluded from a configuration's runs, by the judgement that
+    verdicts obey; "" if something may."""
+    found = find(record, group, {configuration: 1})
+    why = [*map(difference_text, found.differences)]
+    if not found.is_finished:
+        why.append(f"the measurement is not finished: {record.unfinished[group.place]}")
+    return f"{record.folder}, {place_text(*group.place)}: {'; '.join(why)}" if why else ""
 
 
 def unequal_in(runs: Sequence[MeasuredRun]) -> list[str]:
@@ -241,20 +242,33 @@ def typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run folder; steps of the warm-up and profiled steps do not count."""
-    config = read_record(folder / "config.json", Settings)
-    environment = read_record(folder / "environment.json", Environment)
-    summary = read_record(folder / "summary.json", Summary)
+    """Read a run folder."""
+    written = read_run_folder(folder)
+    config = parse(written["settings"], Settings, folder / "config.json")
+    return MeasuredRun(
+        folder,
+        config,
+        parse(written["environment"], Environment, folder / "environment.json"),
+        parse(written["summary"], Summary, folder / "summary.json"),
+        *steps_of(written["metrics"], config, folder),
+        gradients=written["gradients"],
+    )
+
+
+def steps_of(
+    metrics: Sequence[dict[str, Any]], config: Settings, folder: Path
+) -> tuple[dict[str, float], float]:
+    """Return the phases of the typical step, and the spread of steps; steps of the warm-up and
+    profiled steps do not count."""
     skipped = WARM_UP_STEPS + (-1 if config.profile_steps is None else config.profile_steps) + 1
-    steps: list[StepLine] = read_metrics(folder / "metrics.jsonl")[StepLine][skipped:]
+    steps = metrics_of(metrics, StepLine, folder / "metrics.jsonl")[skipped:]
     steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
     if not steps:
         raise UserError(f"{folder}: has no step after its first {skipped}: train longer")
     seconds = [{**vars(step), "step_seconds": step.seconds} for step in steps]
     # The quartiles of Gumbel's distribution are 1.573 times its scale apart.
     low, high = np.quantile([step.seconds for step in steps], [0.25, 0.75])
-    spread = float(high - low) / 1.573
-    return MeasuredRun(folder, config, environment, summary, typical(seconds), spread)
+    return typical(seconds), float(high - low) / 1.573
 
 
 def gradients_of(
@@ -263,9 +277,8 @@ def gradients_of(
     """Return the sizes of gradients, in bytes, and when each is ready, as a share of the backward
     pass. Without a profile: pieces of 1 MiB at equal distances."""
     for run in runs:
-        path = run.folder / "profile" / "gradients-rank-0.json"
-        if packed.exists(path):
-            times = read_record(path, RecordedGradients)
+        if run.gradients is not None:
+            times = parse(run.gradients, RecordedGradients, f"{run.folder}, its gradients")
             ready = {
                 name: median(
                     (step.ready[name] - step.backward) / (max(step.ready.values()) - step.backward)

@@ -1,46 +1,27 @@
-"""Carry out a plan in its folder: keep its plan.json, make the missing runs, and add blocks until
-the plan's end rule is met.
+"""Carry out a plan in its folder: make the missing runs, and add blocks until its end rule is met.
+Each is a line of the comparison's record as soon as it has ended, and nothing is read back.
 
 Estimates and decisions come from the functions that the report uses (compare/evidence), so both
 always agree.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from compare.evidence.chain import read_sealed, sealed
-from compare.evidence.paired import MIN_BLOCKS, confidence_after
-from compare.evidence.reading import (
-    TimedSummary,
-    blocks_of_runs,
-    parse_block,
-    read_object,
-    read_outcome,
-    read_record,
-)
-from compare.evidence.stopping import (
-    Group,
-    estimates_of,
-    group_of,
-    is_enough,
-    next_group,
-    reason_to_end,
-)
-from compare.evidence.turns import Block
+from compare.evidence.group import Group
+from compare.evidence.paired import MIN_BLOCKS
+from compare.evidence.reading import read_record
+from compare.evidence.record import FILE, FailureLine, PlanLine, Record, RunLine
+from compare.evidence.runs import read_run_folder
+from compare.evidence.stopping import estimates_of, is_enough, next_group, reason_to_end
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
-from compare.plan.plan_file import (
-    PlanRecord,
-    plan_differences,
-    plan_record,
-    read_plan,
-    sources_sha256,
-    write_plan,
-)
+from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, sources_sha256
 from compare.running.launch import (
     TAIL_INDENT,
     duration,
@@ -51,9 +32,8 @@ from compare.running.launch import (
     start_and_wait,
     utc_now,
 )
-from compare.running.scheduler import run_block
+from compare.running.scheduler import MeasurementError, run_blocks
 from recipe.errors import UserError
-from recipe.files import write_json
 from recipe.record.schema import Summary, rate_text
 
 REACH_QUESTION = (
@@ -61,62 +41,68 @@ REACH_QUESTION = (
 )
 
 
-def resumed(plan: Plan, folder: Path) -> Plan:
-    """Return the plan with the values that this folder has fixed: the seed of the order, and the
+def resumed(plan: Plan, record: Record) -> Plan:
+    """Return the plan with the values that its record has fixed: the seed of the order, and the
     number of blocks of whole runs begun."""
-    path = folder / "plan.json"
-    if not path.exists():
+    if record.is_empty:
         return plan
-    old = read_plan(path)
+    old = record.plan
     order_seed = old.order_seed if plan.order_seed is None else plan.order_seed
     return replace(plan, order_seed=order_seed, blocks_there=old.blocks_there)
 
 
-def checked_record(plan: Plan, folder: Path) -> PlanRecord:
-    """Return the new content of plan.json. UserError if the folder holds another plan, or more
-    blocks than this one has. Date and warnings stay those of the first start."""
-    path, record = folder / "plan.json", plan_record(plan, utc_now())
-    if not path.exists():
-        if any(child.name != "lock" for child in folder.iterdir()):
+def check_same_plan(plan: Plan, record: Record) -> PlanRecord:
+    """Return the plan as its record is to hold it. UserError if the record holds another plan, or
+    more blocks than this one has; or if the folder is not a comparison's."""
+    new = plan_record(plan, utc_now())
+    if record.is_empty:
+        if any(child.name not in ("lock", FILE) for child in record.folder.iterdir()):
             raise UserError(
-                f"{folder} is not empty and has no plan.json, so it is no comparison; give another "
-                "--out DIR"
+                f"{record.folder} is not empty and holds no comparison; give another --out DIR"
             )
-        return record
-    old = read_plan(path)
-    differences = plan_differences(old, record)
+        return new
+    old = record.plan
+    differences = plan_differences(old, new)
     there, asked = old.blocks_there, plan.run_blocks
     if plan.measure == "turns" and plan.blocks is not None:
-        there, asked = max(group.blocks for group in measured(plan, folder)), plan.blocks
+        there, asked = max(group.num_blocks for group in record.groups), plan.blocks
     if there > asked:
         differences.append(f"blocks: {there} there, {asked} now")
     may_be_earlier = any(now < then for now, then in zip(plan.end, old.end, strict=True))
-    if may_be_earlier and not is_finished(old, folder):
-        then, now = (
-            f"+-{percentage(one.until_interval)} or {one.minutes:g} minutes"
-            if one.blocks is None
-            else count(one.blocks, "block")
-            for one in (old, plan)
-        )
+    if may_be_earlier and not is_finished(old, record):
         differences.append(
-            f"the end: {then} there, {now} now. The new end may come earlier; stopping when the "
-            "figures look good finds differences that do not exist"
+            f"the end: {end_text(old)} there, {end_text(plan)} now. The new end may come earlier; "
+            "stopping when the figures look good finds differences that do not exist"
         )
     if differences:
         lines = "\n".join(f"    {line}" for line in differences)
         raise UserError(
-            f"{folder} holds another plan:\n{lines}\ncontinue with that plan's flags, or give "
-            "another --out DIR"
+            f"{record.folder} holds another plan:\n{lines}\ncontinue with that plan's flags, or "
+            "give another --out DIR"
         )
-    later = record.ends if old.end != plan.end else ()
-    return replace(
-        record, created_utc=old.created_utc, warnings=old.warnings, ends=(*old.ends, *later)
-    )
+    return replace(new, warnings=old.warnings)
 
 
-def check_sources(plan: Plan, folder: Path) -> None:
+def end_text(plan: Plan) -> str:
+    """Return the end rule of a plan in words."""
+    if plan.blocks is not None:
+        return count(plan.blocks, "block")
+    return f"+-{percentage(plan.until_interval)} or {plan.minutes:g} minutes"
+
+
+def record_plan(plan: PlanRecord, record: Record) -> None:
+    """Add the plan to its record, unless its last line says the same."""
+    table = msgspec.to_builtins(plan, enc_hook=float)
+    if not record.is_empty:
+        there = replace(record.plan, created_utc=plan.created_utc, blocks_there=0)
+        if msgspec.to_builtins(there, enc_hook=float) == table:
+            return
+    record.append(PlanLine(plan=table))
+
+
+def check_sources(plan: Plan, record: Record) -> None:
     """Raise UserError if the measured sources have changed since the comparison began."""
-    if sources_sha256(plan) != read_plan(folder / "plan.json").trainers_sha256:
+    if sources_sha256(plan) != record.plan.trainers_sha256:
         what = "the scripts" if plan.side else "the sources of the recipe or the trainers"
         raise UserError(
             f"{what} have changed since the comparison began, so new runs would be of another "
@@ -124,133 +110,86 @@ def check_sources(plan: Plan, folder: Path) -> None:
         )
 
 
-def measure(plan: Plan, folder: Path) -> tuple[Plan, list[Run]]:
-    """Measure blocks until the end rule is met; each is written when it is done. Return the plan as
-    it was carried out, and the whole runs that failed. MeasurementError if a side fails in turns.
-    """
-    groups = measured(plan, folder)
-    while not (reason := reason_to_end(plan, groups)):
-        check_sources(plan, folder)
+def measure(plan: Plan, record: Record) -> list[Run]:
+    """Measure blocks until the end rule is met; each is recorded when it is done. Return the whole
+    runs that failed. MeasurementError if a side fails in turns."""
+    while not (reason := reason_to_end(plan, record.groups)):
+        check_sources(plan, record)
+        before = record.groups
         if plan.measure == "turns":
-            measure_block(plan, folder, groups)
+            measure_block(plan, record)
         else:
             plan = replace(plan, blocks_there=plan.run_blocks + 1)
-            write_plan(folder / "plan.json", checked_record(plan, folder))
-            if failed := make_missing(plan.runs(), plan, folder):
-                return plan, failed
-        before, groups = groups, measured(plan, folder)
-        for old, new in zip(before, groups, strict=True):
-            if new.blocks > old.blocks:
-                parts = [block_label(new, new.blocks), *ratio_texts(new), time_left(plan, groups)]
-                print_line("   ".join(parts).rstrip())
-    print_line(ending_text(plan, groups, reason))
-    return plan, []
+            if failed := make_missing(plan.runs(), plan, record):
+                return failed
+        for old, new in zip(before, record.groups, strict=True):
+            if new.num_blocks > old.num_blocks:
+                label = block_label(new, new.num_blocks)
+                left = time_left(plan, record.groups)
+                print_line("   ".join([label, *ratio_texts(new), left]).rstrip())
+    print_line(ending_text(plan, record.groups, reason))
+    return []
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether a run is complete: it ended well and was sealed."""
-    return bool(read_outcome(folder).digest)
-
-
-def missing(runs: Sequence[Run], folder: Path) -> list[Run]:
-    """Return the runs that are not complete."""
-    return [run for run in runs if not is_complete(folder / run.folder)]
-
-
-def measured(plan: Plan, folder: Path) -> list[Group]:
-    """Return the measurements in this folder so far, for each case and number of workers."""
-    path, read = folder / "plan.json", read_turns if plan.measure == "turns" else read_runs
-    extensions = len(read_plan(path).ends) - 1 if path.exists() else 0
-    confidence = confidence_after(extensions)  # of the intervals, as in the report
-    return [
-        group_of(plan, case, workers, read(plan, folder, case, workers), confidence)
-        for case, workers in plan.groups()
-    ]
+def is_finished(plan: Plan, record: Record) -> bool:
+    """Return whether nothing of the plan remains to be run."""
+    return not record.missing(plan.runs()) and bool(reason_to_end(plan, record.groups))
 
 
 def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
     return folder / turns_place(case, workers) / f"block-{number}"
 
 
-def read_turns(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
-    """Return the blocks of turns in the folder; UserError if their chain of digests is broken."""
-    blocks, before = list[Block](), ""
-    while (path := block_folder(folder, case, workers, len(blocks) + 1) / "block.json").exists():
-        try:
-            sealed_block = read_sealed(path, folder, before)
-        except UserError as error:
-            raise UserError(
-                f"{error}; delete this block's folder and those of the later blocks, and give the "
-                "same command to measure them anew"
-            ) from None
-        blocks.append(parse_block(sealed_block, path))
-        before = sealed_block["digest"]
-    return blocks
-
-
-def read_runs(plan: Plan, folder: Path, case: str, workers: int) -> list[Block]:
-    """Return the blocks of whole runs, from the runs that are complete."""
-    complete = []
-    for run in plan.runs():
-        place = folder / run.folder
-        if (run.case, run.workers) == (case, workers) and is_complete(place):
-            summary, seconds = (
-                read_record(place / "summary.json", TimedSummary),
-                read_outcome(place).seconds,
-            )
-            complete.append((run.block, run.configuration.name, summary, seconds))
-    return blocks_of_runs(complete)
-
-
-def is_finished(plan: Plan, folder: Path) -> bool:
-    """Return whether nothing of the plan remains to be run in this folder."""
-    return not missing(plan.runs(), folder) and bool(reason_to_end(plan, measured(plan, folder)))
-
-
-def measure_block(plan: Plan, folder: Path, groups: Sequence[Group]) -> None:
+def measure_block(plan: Plan, record: Record) -> None:
     """Measure the next block of turns; raises MeasurementError if a side fails."""
-    group = next_group(plan, groups)
-    number = group.blocks + 1
-    so_far = [*ratio_texts(group), time_left(plan, groups)]
-    place = block_folder(folder, group.case, group.workers, number)
-    path = place.with_name(f"block-{number - 1}") / "block.json"
-    before = read_object(path)["digest"] if path.exists() else ""
+    group = next_group(plan, record.groups)
+    number = group.num_blocks + 1
+    so_far = [*ratio_texts(group), time_left(plan, record.groups)]
+    place = block_folder(record.folder, group.case, group.workers, number)
     label = block_label(group, number)
-    run_block(
-        plan.in_order(number, group.case, group.workers),
-        plan,
-        place,
-        number,
-        report=lambda text: print_live([f"{label}, {text}", *so_far]),
-        seal=partial(sealed, comparison=folder, folder=place, before=before),
-    )
+    try:
+        lines = run_blocks(
+            [plan.in_order(number, group.case, group.workers)],
+            plan,
+            place,
+            number,
+            report=lambda text: print_live([f"{label}, {text}", *so_far]),
+        )
+    except MeasurementError as error:
+        where = str(place.relative_to(record.folder))
+        record.append(
+            FailureLine(place=where, block=number, outcome=Outcome("failed"), output=str(error))
+        )
+        raise
+    for line in lines:
+        record.append(line)
 
 
 def block_label(group: Group, number: int) -> str:
-    return f"block {number}, {place_text(group.case, group.workers)}"
+    return f"block {number}, {place_text(*group.place)}"
 
 
 def ratio_texts(group: Group) -> list[str]:
     """Return a text with each pair's speed ratio so far; the widest interval comes first."""
-    return [
-        f"{first} / {second} {ratio_text(one)}"
-        + (f" +-{percent_text(one.relative_half_width)}" if one.blocks >= MIN_BLOCKS else "")
-        for (first, second), one in sorted(
-            group.estimates.items(), key=lambda item: -item[1].relative_half_width
-        )
-    ]
+    by_width = sorted(group.estimates.items(), key=lambda item: -item[1].relative_half_width)
+    texts = []
+    for (first, second), ratio in by_width:
+        text = f"{first} / {second} {ratio_text(ratio)}"
+        if ratio.blocks >= MIN_BLOCKS:
+            text += f" +-{percent_text(ratio.relative_half_width)}"
+        texts.append(text)
+    return texts
 
 
 def time_left(plan: Plan, groups: Sequence[Group]) -> str:
     """Return a text with the longest time that the remaining blocks may take; "" if unknown."""
-    if not all(group.blocks for group in groups):
+    if not all(group.num_blocks for group in groups):
         return ""
     used = sum(group.seconds for group in groups)
-    left = (
-        60 * plan.minutes - used
-        if plan.blocks is None
-        else sum((plan.blocks - group.blocks) * group.block_seconds for group in groups)
-    )
+    if plan.blocks is None:
+        left = 60 * plan.minutes - used
+    else:
+        left = sum((plan.blocks - group.num_blocks) * group.block_seconds for group in groups)
     # Assume the same share of disturbed time as so far.
     left *= 1 + sum(group.disturbed_seconds for group in groups) / used
     return f"up to {duration(left)} left" if left > 0 else ""
@@ -264,7 +203,7 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
         "used the cores"
     )
     if plan.blocks is None and not is_enough(estimates_of(groups), plan):
-        widest = max(one.relative_half_width for one in estimates_of(groups))
+        widest = max(ratio.relative_half_width for ratio in estimates_of(groups))
         text += (
             f"\nthe widest interval is +-{percent_text(widest)}: the same command with more "
             "--minutes narrows it"
@@ -272,24 +211,35 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
     return text
 
 
-def make_missing(runs: list[Run], plan: Plan, folder: Path) -> list[Run]:
+def make_missing(runs: list[Run], plan: Plan, record: Record) -> list[Run]:
     """Start the runs that are not complete, one after the other; return those that failed."""
     failed = []
-    for run in missing(runs, folder):
-        check_sources(plan, folder)
+    for run in record.missing(runs):
+        check_sources(plan, record)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run.cell}"
-        outcome = start_and_wait(run, folder, plan.timeout, label)
+        outcome = start_and_wait(run, record.folder, plan.timeout, label)
+        record_run(run, outcome, record)
         # From the mean time of the runs that have ended; 0 s means that a run was not started.
-        done = [seconds for one in runs if (seconds := read_outcome(folder / one.folder).seconds)]
-        left = mean(done) * len(missing(runs, folder)) if done else None
-        show_outcome(label, run, folder / run.folder, outcome, left)
+        done = [seconds for run in runs if (seconds := record.outcome(run).seconds)]
+        left = mean(done) * len(record.missing(runs)) if done else None
+        show_outcome(label, run, record.folder / run.folder, outcome, left)
         if outcome.status != "completed":
             failed.append(run)
-            continue
-        path = folder / run.folder / "outcome.json"
-        write_json(path, sealed(read_object(path), folder, path.parent))
     return failed
+
+
+def record_run(run: Run, outcome: Outcome, record: Record) -> None:
+    """Record a whole run that has ended; UserError if what its trainer wrote contradicts itself."""
+    folder = record.folder / run.folder
+    place, block = run.folder, run.block
+    if outcome.status != "completed":
+        output = shown_tail(folder)
+        record.append(FailureLine(place=place, block=block, outcome=outcome, output=output))
+        return
+    command = (folder / "command.txt").read_text(errors="surrogateescape").strip()
+    written: dict[str, Any] = read_run_folder(folder)
+    record.append(RunLine(place=place, block=block, outcome=outcome, command=command, **written))
 
 
 def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: float | None) -> None:

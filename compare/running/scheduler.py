@@ -27,7 +27,7 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
@@ -36,7 +36,9 @@ from typing import Any
 
 import psutil
 
-from compare.evidence.reading import read_block
+from compare.evidence.reading import read_object
+from compare.evidence.record import BlockLine, SideLine
+from compare.evidence.runs import NO_SETTINGS
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS, RUN_MARK
 from compare.plan.environment import ROOT, path_from_here
@@ -58,7 +60,7 @@ from compare.running.take_turns import (
     send,
 )
 from recipe.errors import UserError
-from recipe.files import replace_file, write_json
+from recipe.files import replace_file
 
 TAKE_TURNS = "compare/running/take_turns.py"
 END_SECONDS = 10.0
@@ -97,30 +99,16 @@ class MeasurementError(UserError):
     """The sides could not be measured; shown without a traceback."""
 
 
-def run_block(
-    sides: Sequence[Run],
-    plan: Plan,
-    folder: Path,
-    number: int,
-    report: Callable[[str], None],
-    seal: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-) -> Block:
-    """Measure a block of one case, and write block.json. `seal` adds the digests that guard it."""
-    (measured,) = run_blocks([sides], plan, folder, number, report)
-    write_json(folder / "block.json", seal(measured))
-    return read_block(folder / "block.json")
-
-
 def run_blocks(
     cases: Sequence[Sequence[Run]],
     plan: Plan,
     folder: Path,
     number: int,
     report: Callable[[str], None],
-) -> list[dict[str, Any]]:
+) -> list[BlockLine]:
     """Start the sides and warm them up; let them take turns at one case after the other, and return
-    a block of each. `cases`: the sides of each case in its order. The first case's order is that of
-    the starts.
+    what the record is to hold of each. `cases`: the sides of each case in its order. The first
+    case's order is that of the starts.
 
     A turn that other processes disturb is repeated, after at most PATIENCE seconds of waiting for
     quiet. In all there are at most as many repetitions as regular turns. The seconds of starts and
@@ -129,36 +117,53 @@ def run_blocks(
     Raises MeasurementError if a side fails.
     """
     began, first = time.monotonic(), cases[0]
-    blocks = list[dict[str, Any]]()
+    measured = list[Block]()
     with Scheduler(folder, plan, first) as scheduler:
         report(f"starting {', '.join(side.side for side in first)}")
         scheduler.start(*first)
-        about_sides = {"unit": scheduler.unit(), "facts": scheduler.facts()}
+        unit, of_scripts = scheduler.unit(), scheduler.facts()
         for sides in cases:
             began_case = time.monotonic()
             trials = [] if plan.steps else scheduler.find_steps(sides)
             turns, disturbed = scheduler.take_rounds(sides, report)
-            order = [side.side for side in sides]
-            commands = [side.command(Path("runs/by-hand"), "run") for side in sides]
-            blocks.append(
-                {
-                    "number": number,
-                    "order": order,
-                    "rounds": plan.rounds,
-                    "commands": [shlex.join(words) for words in commands],
-                    "turns": [asdict(turn) for turn in (*trials, *turns)],
-                    "steps": {side.side: scheduler.steps_of(side) for side in sides},
-                    "disturbed_seconds": round(disturbed, 3),
-                    "quiet_cores": scheduler.quiet_cores,
-                    "weights": scheduler.weights(),
-                    "seconds": time.monotonic() - began_case,
-                    **about_sides,
-                }
+            measured.append(
+                Block(
+                    number,
+                    tuple(side.side for side in sides),
+                    (*trials, *turns),
+                    steps={side.side: scheduler.steps_of(side) for side in sides},
+                    disturbed_seconds=round(disturbed, 3),
+                    seconds=time.monotonic() - began_case,
+                    quiet_cores=scheduler.quiet_cores,
+                    weights=scheduler.weights(),
+                    unit=unit,
+                )
             )
-    shared = time.monotonic() - began - sum(block["seconds"] for block in blocks)
-    for block in blocks:
-        block["seconds"] = round(block["seconds"] + shared / len(blocks), 3)
-    return blocks
+    shared = time.monotonic() - began - sum(block.seconds for block in measured)
+    return [
+        BlockLine(
+            case=sides[0].case,
+            workers=sides[0].workers,
+            block=replace(block, seconds=round(block.seconds + shared / len(cases), 3)),
+            sides={side.side: side_line(side, folder, of_scripts) for side in sides},
+        )
+        for sides, block in zip(cases, measured, strict=True)
+    ]
+
+
+def side_line(side: Run, folder: Path, of_scripts: dict[str, dict[str, Any]]) -> SideLine:
+    """Return what the record is to hold of a side: of a trainer, what it wrote into its folder; of
+    a user's own script, which writes none, the environment that it reported."""
+    command = shlex.join(side.command(Path("runs/by-hand"), "run"))
+    if side.is_script:
+        environment = of_scripts[side.side]
+        return SideLine(command=command, settings=NO_SETTINGS, environment=environment)
+    place = folder / side.side / SIDE_RUN
+    return SideLine(
+        command=command,
+        settings=read_object(place / "config.json"),
+        environment=read_object(place / "environment.json"),
+    )
 
 
 @dataclass

@@ -11,6 +11,7 @@ import pytest
 from hosts import BIN, Host
 from launching import SMALL, change_on_rank, rarely, read_json, read_lines, wait_until
 
+from compare.evidence.record import Record
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.launchers import srun_words
 from slurm import Slurm, slurm, wait_for
@@ -252,7 +253,7 @@ def test_a_comparison_in_a_job(cluster: Slurm, tmp_path: Path) -> None:
     for name in ("ddp-srun", "horovod-srun"):
         environment = read_json(folder / f"block-1/{name}-4/environment.json")
         assert environment["rank_hosts"] == ["node0"] * 2 + ["node1"] * 2
-    assert read_json(folder / "plan.json")["hosts"] == "slurm"
+    assert Record.open(folder).plan.named_hosts == "slurm"
     report = cluster.run(["python", "compare/report.py", str(folder), "--json"]).checked()
     verdicts = json.loads(report.output)["verdicts"]
     assert [verdict["differences"] for verdict in verdicts] == [[]]
@@ -275,6 +276,7 @@ def test_a_cancelled_job_leaves_nothing(script: str, cluster: Slurm, folder: Pat
 BLOCK = """
 import sys
 from pathlib import Path
+import msgspec
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Plan, Run
 from compare.running import scheduler
@@ -284,7 +286,8 @@ training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--thread
 folder, *names = sys.argv[1:]
 runs = [Run(1, CONFIGURATIONS[name], 2, 1, flags=training, hosts=hosts) for name in names]
 place = Path(folder)
-scheduler.run_block(runs, Plan(steps=2, rounds=2), place, 1, print)
+[line] = scheduler.run_blocks([runs], Plan(steps=2, rounds=2), place, 1, print)
+(place / "block.json").write_bytes(msgspec.json.encode(line.block))
 """
 
 

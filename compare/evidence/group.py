@@ -1,0 +1,116 @@
+"""A group: the configurations of one case at one number of workers. They share blocks, and are
+compared with each other and with no other group."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from compare.evidence.equality import Fact, compare_facts
+from compare.evidence.paired import Estimate
+from compare.evidence.runs import RunRecord
+from compare.evidence.turns import Block, Turn, estimate, turn_error
+from compare.plan.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All that was measured of one group, and what follows from it. Everything is computed at most
+    once: a group does not change, another block makes another one."""
+
+    plan: Plan
+    case: str  # "" in a plan without cases
+    workers: int  # 0 for a user's own scripts, which do not state them
+    confidence: float  # of each interval
+    turns: list[Block]  # blocks of turns
+    sides: list[RunRecord]  # of these blocks
+    runs: list[RunRecord]  # the planned whole runs
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The case and the number of workers."""
+        return self.case, self.workers
+
+    @cached_property
+    def complete(self) -> list[RunRecord]:
+        """The complete whole runs."""
+        return [run for run in self.runs if run.is_complete]
+
+    def complete_runs(self, configuration: str) -> list[RunRecord]:
+        return [run for run in self.complete if run.configuration == configuration]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The blocks that measure speed, of turns or of whole runs, in the order in which they
+        ran."""
+        return self.turns if self.plan.measure == "turns" else blocks_of_runs(self.complete)
+
+    def blocks_with(self, configurations: Collection[str]) -> list[Block]:
+        """Return the blocks that contain all these configurations."""
+        return [block for block in self.blocks if {*configurations} <= {*block.order}]
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """The number of blocks that contain all configurations."""
+        return len(self.blocks_with(self.plan.names))
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time of measuring, without the time in which other processes used the cores."""
+        return sum(block.measuring_seconds for block in self.blocks)
+
+    @cached_property
+    def disturbed_seconds(self) -> float:
+        """The time in which other processes used the cores."""
+        return sum(block.disturbed_seconds for block in self.blocks)
+
+    @property
+    def block_seconds(self) -> float:
+        """The mean time that a block takes."""
+        return self.seconds / max(1, self.num_blocks)
+
+    @cached_property
+    def estimates(self) -> dict[tuple[str, str], Estimate]:
+        """The speed ratio first / second of each judged pair that has a block."""
+        found = {}
+        for first, second in self.plan.pairs():
+            if blocks := self.blocks_with((first, second)):
+                powers = {first: 1, second: -1}
+                ratio = estimate(blocks, powers, confidence=self.confidence)
+                found[first, second] = replace(ratio, turn_error=turn_error(blocks, powers))
+        return found
+
+    @cached_property
+    def facts(self) -> list[Fact]:
+        """What must be equal among its runs, and whether it is."""
+        return compare_facts(self.plan, self.case, self.workers, self.complete, self.sides)
+
+    def facts_between(self, configurations: Collection[str]) -> list[Fact]:
+        """Return the facts of these configurations, in the blocks that have all of them."""
+        blocks_of = [{run.block for run in self.complete_runs(name)} for name in configurations]
+        whole, turns = set.intersection(*blocks_of), {side.block for side in self.sides}
+        return [
+            fact.between({*configurations}, turns if fact.is_of_sides else whole)
+            for fact in self.facts
+        ]
+
+
+def blocks_of_runs(runs: Iterable[RunRecord]) -> list[Block]:
+    """Return blocks of whole runs, in which each run is one turn of a single round."""
+    turns, seconds = defaultdict[int, list[Turn]](list), defaultdict[int, float](float)
+    for run in runs:
+        summary = run.summary
+        turns[run.block].append(
+            Turn(
+                run.configuration,
+                0,
+                summary.train_seconds,
+                summary.images_per_second * summary.train_seconds,
+                summary.cpu_seconds_per_image,
+            )
+        )
+        seconds[run.block] += run.seconds
+    return [
+        Block(number, tuple(turn.side for turn in sides), tuple(sides), seconds=seconds[number])
+        for number, sides in turns.items()
+    ]

@@ -1,0 +1,47 @@
+"""Names of configurations, by what their runs really used."""
+
+from compare.evidence.record import Record
+from compare.plan.configurations import ENGINES
+
+# Settings that undo this project's own, so that an engine runs as users install it.
+STOCK = {
+    "--no-gradient-as-bucket-view", "--no-sleeping-poll", "OMPI_MCA_mpi_yield_when_idle=0",
+}  # fmt: skip
+
+
+def labels_of(record: Record) -> dict[str, str]:
+    """Name each configuration by its engine, by the transport that really carried its gradients,
+    and by its own settings, as in "DDP over Gloo with --static-graph". If two would have the same
+    label, it also gets its launcher or its own name. A user's own script keeps its name."""
+    names = [*record.configurations]
+    if record.plan.side:
+        return {name: name for name in names}
+    short, labels = {name: used_and_set(record, name) for name in names}, dict[str, str]()
+    for name in names:
+        label, is_null = short[name], record.plan.null
+        if [*short.values()].count(label) > 1 and not is_null:
+            label = used_and_set(record, name, is_launcher_told=True)
+        if label in labels.values():
+            label = f"{label}, again" if is_null else f"{label} as {name}"
+        labels[name] = label
+    return labels
+
+
+def used_and_set(record: Record, configuration: str, is_launcher_told: bool = False) -> str:
+    """Return a label of what a configuration's runs used and what it sets; its name if its runs
+    used different engines, transports or launchers."""
+    runs = [run for run in record.written if run.configuration == configuration]
+    used = {(run.engine, run.environment.transport, run.launcher) for run in runs}
+    if len(used) != 1:
+        return configuration
+    [(engine, transport, launcher)] = used
+    label = ENGINES[engine].title
+    label += "" if transport == "none" else f" over {transport}"
+    label += f" by {launcher}" if is_launcher_told else ""
+    planned = record.configurations[configuration]
+    settings = [*planned.flags, *(f"{name}={value}" for name, value in planned.environment.items())]
+    if record.plan.null and settings:  # the variable that delays the control
+        return f"{label}, delayed"
+    if settings and STOCK.issuperset(settings):
+        return f"stock {label}"
+    return f"{label} with {' '.join(settings)}" if settings else label
