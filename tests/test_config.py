@@ -589,9 +589,14 @@ def test_nhwc_under_horovods_sync_batch_norm() -> None:
     assert without_effect(*parsed(settings, "ddp", 2), "ddp", 2) == []
 
 
-def test_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_talks_and_not_after_its_watcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     parse("--lr-gamma 0.5", size=2, rank=0)
     assert "warning" in capsys.readouterr().err
+    with monkeypatch.context() as watched:
+        watched.setattr(config_module.marks, "is_watched", True)
+        parse("--lr-gamma 0.5", size=2, rank=0)
     parse("--lr-gamma 0.5", size=2, rank=1)
     codes = [code_of(line, size=2, rank=1) for line in ("--help", "--precision fp8")]
     assert (codes, capsys.readouterr()) == ([0, 2], ("", ""))
