@@ -292,7 +292,8 @@ def _end_frozen(
         allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if launchers and world.local_size < world.size and restarts >= allowed:
-            _end_launcher(*next(iter(launchers.items())), signals)
+            pid, since = next(iter(launchers.items()))  # the parent
+            _end_launcher(pid, since, signals)
 
     fail(world, message, EXIT_LOST_PEER, last=end_others)
 

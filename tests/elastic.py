@@ -1,4 +1,4 @@
-"""Trainings on hosts that come and go, and which images each of their steps has seen."""
+"""Trainings on hosts that come and go, and which images each of their steps used."""
 
 import json
 import re
@@ -14,9 +14,9 @@ from launching import ROOT, SMALL, TRAINERS
 
 from recipe.record.folder import records
 
-# As a sitecustomize: each rank notes, as it reads the images of a step (without loader workers:
-# when it needs them), which they are, and which of the starts it belongs to. It rests before each
-# one: what the tests wait for takes the launcher's time, and no steps.
+# As a sitecustomize: each rank records the images of each step as it reads them, and to which
+# start of the run it belongs. (Without loader workers it reads them when it needs them.) It sleeps
+# in each step, so that few steps pass while the tests wait for the launcher.
 AUDIT = """
 import builtins, json, os, sys, time
 real_import = builtins.__import__
@@ -53,25 +53,25 @@ LOG_INTERVAL = 5  # steps
 
 
 def audited(folder: Path) -> dict[str, str]:
-    """The environment in which ranks note what they read, in this folder."""
+    """The environment in which ranks record what they read, in this folder."""
     (folder / "sitecustomize.py").write_text(AUDIT.replace("{folder}", str(folder)))
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
 def check_audit(folder: Path, num_images: int = 1438) -> None:
-    """By what the ranks have read for the steps that count: each image once an epoch."""
+    """In the steps that count, the ranks have read each image once per epoch."""
     lines = defaultdict[int, list[list[Any]]](list)  # by step
     for path in folder.glob("audit-*.jsonl"):
         for step, *others in map(json.loads, path.read_text().splitlines()):
             lines[step].append(others)
     epochs = defaultdict[int, list[int]](list)
-    # By rank of a start: of two that began at one step the second counts.
+    # By start and rank: of two starts at the same step the second counts.
     last: dict[str, int] = {}
     for _, start, rank, pid, _ in sorted(line for own in lines.values() for line in own):
         last[f"{start} {rank}"] = pid
     recorded = {step["step"]: images_of(step) for step in steps_in(folder)}
     for step in range(1, max(recorded) + 1):
-        own = sorted(lines[step])  # by time: of a step that was made again the last counts
+        own = sorted(lines[step])  # by time: if a step was repeated, the last one counts
         start = own[-1][1]
         ranks = {
             rank: keys
@@ -89,7 +89,7 @@ def check_audit(folder: Path, num_images: int = 1438) -> None:
 
 
 def command(folder: Path, flags: str = "", interface: str = "lo", more: str = "") -> list[str]:
-    """Train in this folder, for ever, on ranks where a file `slots` in it says."""
+    """Train without an end, in this folder, with ranks where its file `slots` says."""
     launcher = f"horovodrun -np 2 --min-np 1 --max-np 3 --network-interfaces {interface} {more}"
     words = f"{SMALL.partition('--max-steps')[0]} --epochs 100000 --log-interval {LOG_INTERVAL}"
     place = f"--log-dir {folder.parent} --name {folder.name} --resume auto"
@@ -104,14 +104,14 @@ def command(folder: Path, flags: str = "", interface: str = "lo", more: str = ""
 
 
 def write_slots(folder: Path, text: str) -> None:
-    """At once, for it is read each second."""
+    """Replace the file `slots` atomically, since it is read each second."""
     new = folder / "slots.new"
     new.write_text(f"{text}\n")
     new.replace(folder / "slots")
 
 
 def ranks_among(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
-    """Those that train, by their rank: each below one that watches over it."""
+    """The processes that train, by their rank: each is the child of its watcher."""
     found = {}
     for process in processes:
         with suppress(psutil.Error):
@@ -128,13 +128,13 @@ def steps_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def images_of(step: dict[str, Any]) -> int:
-    """Of all ranks."""
+    """The images of a step, of all ranks."""
     return round(step["images_per_second"] * step["seconds"])
 
 
 def checked_steps(folder: Path) -> list[dict[str, Any]]:
-    """A run's steps, that leave no image of the stream out and have none twice; of some that ended
-    as a rank was lost there are no figures."""
+    """A run's steps. Checks that they leave no image of the stream out and use none twice; steps
+    that ended when a rank was lost may have no figures."""
     steps, unknown, before = steps_in(folder), steps_without_figures(folder), (0, 0)
     for step in steps:
         number, seen = step["step"], step["samples_seen"]
@@ -147,7 +147,7 @@ def checked_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_without_figures(folder: Path) -> set[int]:
-    """Those that had ended, as the record says, but of which the ranks had not told each other."""
+    """The steps that ended, by the record, before the ranks had exchanged their figures."""
     text = (folder / "metrics.jsonl").read_text()
     spans = re.findall(r"no figures of steps (\d+) to (\d+)", text)
     return {step for begin, end in spans for step in range(int(begin), int(end) + 1)}

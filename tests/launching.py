@@ -1,4 +1,4 @@
-"""Starts the trainers through real launchers, and leaves no process behind, whatever happens."""
+"""Starts the trainers through real launchers, and leaves no process behind."""
 
 import atexit
 import functools
@@ -66,7 +66,7 @@ SMALL = (
 
 
 def rarely(*values: Any) -> Any:
-    """Parameters of a test that only make test-all tries."""
+    """Parameters of a test that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -79,7 +79,7 @@ class Finished:
     seconds: float
 
     def checked(self) -> "Finished":
-        """Itself, if it has ended well; else the test fails with its output."""
+        """This, if its exit code is 0; else the test fails with its output."""
         assert self.returncode == 0, self.output
         return self
 
@@ -117,8 +117,8 @@ def launch(
     **environ: str,
 ) -> Finished:
     """Start a trainer, or another script, and wait for its end; fail if it hangs or leaves a
-    process behind. With `warm` the processes are forks, where how they start is not what is
-    tested: one that outlives its launcher ends unseen."""
+    process behind. With `warm` its processes are forks of one that has loaded torch. Use it only if
+    a test is not about starting or ending: a fork that outlives its launcher is not noticed."""
     python = sys.executable
     if warm:
         environ["PYTHON_EXEC"] = python = warm_python()  # torchrun's variable
@@ -137,7 +137,7 @@ def train(
     warm: bool = True,
     **environ: str,
 ) -> dict[str, Any]:
-    """The summary of a training of the small kind that is to end well, in this run folder."""
+    """The summary of a small training in this run folder, whose exit code must be 0."""
     place = f"--log-dir {folder.parent} --name {folder.name}"
     launch(launcher, engine, f"{SMALL} {arguments} {place}", ranks, warm, **environ).checked()
     return read_json(folder / "summary.json")
@@ -149,8 +149,8 @@ def run(
     meanwhile: Callable[[subprocess.Popen], None] = lambda process: None,
     **environ: str,
 ) -> Finished:
-    """Run a command whose whole tree of processes carries a mark, so that none can get away, and do
-    something `meanwhile`."""
+    """Run a command, and call `meanwhile` with its process. All processes that it starts have a
+    mark in their environment, so that none is missed at the end."""
     mark = uuid.uuid4().hex
     environment = {
         **{key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
@@ -196,7 +196,7 @@ def run(
 
 
 def wait_until(is_so: Callable[[], Any], seconds: float = GUARD_S, pause: float = 0.05) -> None:
-    """Wait; fail if it never is so."""
+    """Wait until this holds; fail after so many seconds."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "hangs"
@@ -215,8 +215,8 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def change_on_rank(rank: int | None, module: str, code: str, folder: Path) -> dict[str, str]:
-    """The environment in which `code` runs on one rank, or on each one (None), as soon as that has
-    imported a `module`."""
+    """The environment in which `code` runs on this rank, or on each (None), as soon as it has
+    imported `module`."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(rank, module, code, RANKS))
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
@@ -247,7 +247,7 @@ if "{0}" in ("None", *map(os.environ.get, {3!r})):
 
 
 def before_the_launchers_words(output: str) -> str:
-    """What the ranks wrote: torchrun and horovodrun add tracebacks of their own."""
+    """The ranks' output, without the tracebacks that torchrun and horovodrun add."""
     return re.split(LAUNCHERS_WORDS, output)[0]
 
 
@@ -263,12 +263,12 @@ def read_json(path: Path) -> Any:
 
 
 def losses(run_folder: Path) -> list[float]:
-    """Of each step of a run."""
+    """The loss of each step of a run."""
     return [step["loss"] for step in read_lines(run_folder, "step")]
 
 
 def resumed_at(run_folder: Path) -> list[int]:
-    """The steps at which a run has gone on from a checkpoint."""
+    """The steps at which a run was resumed from a checkpoint."""
     return [event["step"] for event in read_lines(run_folder, "event") if event["name"] == "resume"]
 
 

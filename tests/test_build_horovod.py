@@ -1,4 +1,4 @@
-"""horovod_train/build_horovod.py without a build: facts, key, patches, log. In seconds."""
+"""horovod_train/build_horovod.py without a build: the cache's key, patches, settings and log."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ FACTS = {
 # ---- the cache
 
 
-def test_key_is_made_of_facts_flags_and_patches(monkeypatch, tmp_path):
+def test_the_key_depends_on_facts_flags_and_patches(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXXFLAGS", raising=False)
     args = argparse.Namespace(mpi="auto", nccl=False)
@@ -61,7 +61,7 @@ def test_a_cache_without_a_home_folder(monkeypatch):
 
 
 def test_a_build_that_fails_leaves_no_entry_in_the_cache(tmp_path, monkeypatch):
-    """Of the archive whose hash pip is told, and compares before it runs anything of it."""
+    """pip gets the archive's hash, which it checks before it runs anything from the archive."""
     asked, cache = [], tmp_path / "wheels" / "key"
     monkeypatch.setattr(
         build_horovod, "pip", lambda *words: asked.append(Path(words[-1]).read_text())
@@ -152,7 +152,7 @@ def fake_torch(
     )
 
 
-def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
+def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
     with pytest.raises(BuildError, match=rf"missing .*: {tmp_path}/g\+\+\. .* g\+\+ 11"):
         build_horovod.gather_facts(argparse.Namespace(mpi="none", nccl=False))
@@ -203,13 +203,13 @@ def test_nccl_and_toolkit(monkeypatch, tmp_path):
         built, toolkit, nccl = find(wanted, fake_torch(cuda="13.0", gpu=gpu))
         assert built == {"nccl": "22903", "cuda": "13.0 of this site", "architectures": "80,90"}
         assert toolkit == nccl == tmp_path / "cuda"
-    # nvcc on PATH may be a script elsewhere, which calls the toolkit's: that one says where it is.
+    # nvcc on PATH may be a script that calls the toolkit's nvcc, which prints where that is.
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     told = f"""case $1 in --dryrun) echo '#$ TOP={tmp_path / "cuda" / "bin"}/..' ;; """
     write_program(tmp_path / "bin" / "nvcc", f"{told} *) echo 'release 13.0, V.1' ;; esac")
     assert find(True, fake_torch(cuda="13.0"))[1] == tmp_path / "cuda"
-    built, toolkit, _ = find(True, fake_torch(cuda="13.1"))  # not what this toolkit is of
+    built, toolkit, _ = find(True, fake_torch(cuda="13.1"))  # not this toolkit's version
     assert toolkit is None and built["cuda"] == "13.1 from wheels"
     for cuda in (None, "12.6"):
         with pytest.raises(BuildError, match=rf"torch's CUDA {cuda}: it comes from wheels"):
@@ -234,14 +234,14 @@ def test_log_s_first_errors_are_picked_else_its_end():
 
 
 def test_launch_that_hangs_is_ended_with_all_that_it_started(monkeypatch):
-    """Else what it prints would not end, either."""
+    """Otherwise its output would stay open."""
     monkeypatch.setattr(build_horovod, "CHECK_TIMEOUT", 1)
     launcher = ["sh", "-c", "sleep 600 & echo began; wait"]
     with pytest.raises(BuildError, match="no end in 1 s:\nbegan"):
         build_horovod.check_launch("a launcher", "Gloo", launcher, ranks=2)
 
 
-def test_launch_that_sums_on_too_few_ranks_is_no_proof():
+def test_a_launch_on_too_few_ranks_is_an_error():
     say = "print('the sum is right: 2 ranks over Gloo.', end='')"  # lines may run together
     with pytest.raises(BuildError, match="exit code 0"):
         build_horovod.check_launch("a launcher", "Gloo", [sys.executable, "-c", say], ranks=2)

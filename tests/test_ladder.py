@@ -1,5 +1,4 @@
-"""The rungs in baselines/: the same training as DDP or one process where they can be, and able to
-learn."""
+"""The rungs in baselines/ learn, and train exactly as DDP or a single process does, if they can."""
 
 import itertools
 import os
@@ -45,7 +44,7 @@ MICRO_BATCHES = f"{RESNET} --batches-per-allreduce 4"
 
 @dataclass(frozen=True)
 class Rung:
-    """How it is started here, what trains the same, and whether bit by bit."""
+    """How it is started here, what trains the same as it, and whether the bits are equal."""
 
     flags: str = FEW
     ranks: int = 2
@@ -86,7 +85,7 @@ def trained_as(name: str, trained: Trained, arguments: str = FEW) -> Path:
 
 
 def check_losses(first: Path, second: Path, is_exact: bool) -> None:
-    """The losses of two runs' steps are equal, or, if that is not exact, but for rounding."""
+    """Assert that two runs have equal losses; if not `is_exact`, up to rounding."""
     assert losses(first) == (
         losses(second) if is_exact else pytest.approx(losses(second), rel=1e-3)
     )
@@ -94,8 +93,8 @@ def check_losses(first: Path, second: Path, is_exact: bool) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", [name if name in OFTEN else rarely(name) for name in RUNGS])
-def test_it_trains_as_without_it(name: str, trained: Trained) -> None:
-    """As DDP, which with one worker is single_process.py (test_same_training), or as that."""
+def test_a_rung_trains_as_its_reference(name: str, trained: Trained) -> None:
+    """The reference is DDP, or single_process.py."""
     rung, mine = RUNGS[name], trained_as(name, trained, RUNGS[name].flags)
     summary = read_json(mine / "summary.json")
     if rung.workers == 0:
@@ -106,7 +105,7 @@ def test_it_trains_as_without_it(name: str, trained: Trained) -> None:
     ddp = trained("torchrun" if rung.workers > 1 else "python", "ddp", flags, rung.workers)
     ddp_summary = read_json(ddp / "summary.json")
     check_losses(mine, ddp, rung.is_exact)
-    # On some processors sharded weights are rounded as whole ones are: then they are equal, too.
+    # On some processors rounding is the same for sharded weights: then these are equal, too.
     if rung.is_exact:
         assert summary["weights_sha256"] == ddp_summary["weights_sha256"]
     assert summary["fingerprint"] == ddp_summary["fingerprint"]
@@ -138,7 +137,7 @@ LOCAL = f"{FEW} --warmup-epochs 0.1"  # gradients are averaged in six steps, the
         *(rarely(name, name, RUNGS[name].flags) for name in ("pipeline", *RPC)),
     ],
 )
-def test_one_goes_on_with_the_other_s_checkpoint(
+def test_a_rung_resumes_from_another_s_checkpoint(
     first: str, second: str, arguments: str, trained: Trained, tmp_path: Path
 ) -> None:
     whole, folder = trained_as(first, trained, arguments), tmp_path / "run"
@@ -153,7 +152,7 @@ def test_one_goes_on_with_the_other_s_checkpoint(
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_weights_that_are_averaged_now_and_then_are_another_training_s(trained: Trained) -> None:
+def test_averaging_weights_only_at_times_is_another_training(trained: Trained) -> None:
     local, ddp = (trained_as(name, trained, LOCAL) for name in ("parameter_averaging", "ddp"))
     assert losses(local)[:7] == losses(ddp)[:7], (
         "the seventh loss is that of the sixth step's weights"
@@ -183,7 +182,7 @@ def test_each_rank_holds_a_part_of_the_optimizer(name: str, trained: Trained) ->
         ("rpc_pipeline", "--batch-size 20 --batches-per-allreduce 2 --base-lr 0.005"),
     ],
 )
-def test_it_learns_the_digits(name: str, flags: str, tmp_path: Path) -> None:
+def test_a_rung_learns_the_digits(name: str, flags: str, tmp_path: Path) -> None:
     launcher, _, ranks = start(name)
     finished = launch(launcher, name, f"{flags} --log-dir {tmp_path} --name run", ranks, warm=True)
     assert finished.returncode == 0, finished.output
@@ -191,7 +190,7 @@ def test_it_learns_the_digits(name: str, flags: str, tmp_path: Path) -> None:
 
 
 # -- Pipelines -------------------------------------------------------------------------------------
-# A network whose normalisation, over all channels of an image, knows no other image.
+# A network whose normalisation is over all channels of each image alone.
 WITHOUT_BATCH_NORM = """
 import runpy, sys
 from torch import nn
@@ -321,7 +320,7 @@ module.update_ema = update_ema
     ["zero_optimizer", *(rarely(name) for name in ("mpi4py", "model_parallel", "ddp_with_rpc"))],
 )
 def test_weights_that_drift_apart_are_found(name: str, tmp_path: Path) -> None:
-    """At the next check, and not at the one before."""
+    """By the next check, and not by an earlier one."""
     changed = change_on_rank(1, "recipe.training.model", DRIFT, tmp_path)
     launcher, ranks = ("mpirun", 2) if name == "mpi4py" else start(name)[::2]
     flags = f"{SMALL} --arch resnet18 --weight-check-steps 3 --log-dir {tmp_path}"

@@ -1,4 +1,4 @@
-"""Which step, layer and rank two runs part at, and by how much, on made-up traces and real ones."""
+"""At which step, layer and rank two runs diverge, and by how much; on synthetic and real traces."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def make_run(
     trace: bool = True,
     **settings: Any,
 ) -> Path:
-    """Write a run folder whose tensors depend on step, rank and name alone; then change some."""
+    """Write a run folder whose tensors depend only on step, rank and name; then change some."""
     folder.mkdir(parents=True)
     for step, rank in itertools.product(steps, ranks if trace else ()):
         arrays: dict[str, Any] = {"loss": np.float32(1 / (step + rank + 1))}
@@ -113,7 +113,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(FLOATS, st.integers(0, 50))
-def test_ulps_count_the_numbers_between(value, count):
+def test_ulps_count_steps_between_representable_numbers(value, count):
     a = np.float32([value])
     b = a.copy()
     with np.errstate(over="ignore"):  # beyond the least number is -infinity
@@ -147,14 +147,14 @@ def test_distance_is_symmetric_and_bounded(a, b):
     assert bool(values) == (x.tobytes() != y.tobytes())
 
 
-def test_relative_distance_is_of_the_largest_value():
+def test_relative_distance_is_a_share_of_the_largest_value():
     ulps, relative, values = distance_of(np.float32([100, 0]), np.float32([100, 1e-3]))
     assert relative == pytest.approx(1e-5) and ulps > 10**8
     assert values == "0 against 0.00100000005"
     assert distance_of(np.int64(7), np.int64(4))[0] == 3
 
 
-def test_nan_and_infinity_are_equal_to_their_like_only():
+def test_nan_and_infinity_equal_only_themselves():
     nan, inf, most = np.nan, np.inf, np.finfo(np.float32).max
     assert not distance_of(np.float32([nan, inf, 1]), np.float32([nan, inf, 1]))[2]
     payload = np.array([0x7FC00001], np.int32).view(np.float32)
@@ -221,7 +221,7 @@ WITHIN = "within the tolerance"
             ("buffer", 3, BUFFER[7:], [1], 1),
             "loss 4 data",
         ),
-        # Within either tolerance is within; the hint still says what differed first.
+        # Either tolerance is enough; the hint still names what differed first.
         (NEAR, "--max-ulps 40", WITHIN, None, "gradient 2 backward"),
         (NEAR, "--max-ulps 39", "diverged", ("weight", 3, "fc.weight", [0], 40), "gradient 2 back"),
         (NEAR, "--relative 1e-4", WITHIN, None, "gradient 2 backward"),
@@ -277,7 +277,7 @@ def test_zeros_of_either_sign_are_equal_but_not_bit_equal(compare):
     assert (kind["tensors"] - kind["bit_equal"], kind["ulps"], kind["first_step"]) == (1, 0, None)
 
 
-def test_what_was_not_compared_and_other_settings_are_noted(compare):
+def test_uncompared_steps_and_different_settings_are_noted(compare):
     code, text, record = compare(
         {"steps": (1, 2, 3), "ranks": (0,), "arch": "resnet18", "tensor_steps": 1},
         {"steps": (2, 3, 4), "arch": "resnet50", "tensor_steps": 1},
@@ -315,20 +315,20 @@ def test_a_damaged_summary_is_one_message(tmp_path, refusal, text):
     for name in ("A", "B"):
         make_run(tmp_path / name)
         (tmp_path / name / "summary.json").write_text(text)
-    (tmp_path / "A/trace/rank-x").mkdir()  # of nobody
+    (tmp_path / "A/trace/rank-x").mkdir()  # no rank's folder
     (tmp_path / "A/trace/rank-x/step-y.npz").write_text("")
     told = refusal(main, [str(tmp_path / "A"), str(tmp_path / "B")])
     assert str(tmp_path / "A/summary.json") in told
 
 
-def test_runs_that_part_after_the_trace_have_diverged(compare, tmp_path):
+def test_runs_with_different_final_weights_have_diverged(compare, tmp_path):
     code, _, record = compare({}, {"digest": "bb"})
     assert code == 1 and record["final_weights"] == "different"
-    # A digest knows no distance: with a tolerance it does not judge.
+    # Digests have no distance: with a tolerance they do not count.
     assert main([str(tmp_path / "A"), str(tmp_path / "B"), "--max-ulps", "1"]) == 0
 
 
-def test_without_traces_it_says_so_and_compares_what_there_is(compare):
+def test_without_traces_losses_are_compared(compare):
     untraced = {"trace": False, "losses": {3: math.nextafter(1 / 3, 1)}, "digest": None}
     code, _, record = compare({}, untraced)
     first, notes = record["first_divergence"], record["notes"]
@@ -365,7 +365,7 @@ def test_a_rank_that_differs_is_named(tmp_path, capsys, name, settings, code):
     assert found == ((3, [2], name) if code else None)
 
 
-def test_buffers_are_judged_where_the_ranks_share_them(tmp_path):
+def test_buffers_count_if_the_ranks_share_them(tmp_path):
     assert main(["--ranks", str(make_run(tmp_path / "run", batch_norm="sync"))]) == 1
 
 
@@ -422,8 +422,8 @@ TINY = (
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_another_seed_and_another_rate_are_told_apart(tmp_path, capsys):
-    """A real divergence, with its cause: not only made-up ones."""
+def test_another_seed_and_another_rate_have_different_causes(tmp_path, capsys):
+    """Real divergences, each with its cause."""
     records = {}
     for name, flags in {"a": "", "seed": "--seed 7", "rate": "--base-lr 0.02"}.items():
         flags = f"{TINY} {flags} --log-dir {tmp_path} --name {name} --max-steps 2 --tensor-steps 2"

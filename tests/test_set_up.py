@@ -1,4 +1,4 @@
-"""tools/set_up.py: what it refuses, what it remembers, and that a second call does nothing."""
+"""tools/set_up.py: what it refuses and remembers; a second call does nothing."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ def plain_shell(monkeypatch):
 
 
 def set_up_in(venv: Path, **variables: str) -> str:
-    """What a set-up says that does nothing but fail, or finds nothing to do."""
+    """The message of a set-up that fails, or finds nothing to do."""
     with mock.patch.dict(os.environ, VENV=str(venv), **variables):
         try:
             return set_up.set_up()
@@ -39,7 +39,7 @@ def set_up_in(venv: Path, **variables: str) -> str:
 
 
 def finish(venv: Path, python: str = "exit 0", **stamps: str) -> dict[str, str]:
-    """An environment in which every step is done, but for those that are given other stamps."""
+    """An environment in which all steps are done except those with other `stamps`."""
     write_program(venv / "bin" / "python", python)
     (venv / "pyvenv.cfg").touch()
     keys = set_up.step_keys(DONE)
@@ -74,7 +74,7 @@ def run_set_up(folder: Path, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
 
 
-def test_all_that_is_missing_is_said_at_once_and_nothing_is_made(tmp_path):
+def test_all_that_is_missing_is_named_at_once_and_nothing_is_made(tmp_path):
     shell = {"PATH": str(tmp_path), "VENV": "venv", "CXX": str(tmp_path / "none")}
     done = run_set_up(tmp_path, **shell)
     assert done.returncode == 1
@@ -101,7 +101,7 @@ def test_second_call_does_nothing(tmp_path):
 
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[str, Path]]:
-    """The steps that set-ups make, here by name and environment alone."""
+    """The steps that set-ups make: only their names and environments are recorded."""
     made = []
 
     def make(name, venv, asked):
@@ -113,9 +113,7 @@ def steps(monkeypatch) -> list[tuple[str, Path]]:
     return made
 
 
-def test_interrupted_set_up_goes_on_with_the_step_that_was_not_finished(
-    tmp_path, steps, monkeypatch
-):
+def test_an_interrupted_set_up_continues_with_its_unfinished_step(tmp_path, steps, monkeypatch):
     keys = finish(tmp_path)
     (tmp_path / set_up.STAMPS).write_text('{"packages": "')  # half written
     assert "done" in set_up_in(tmp_path)
@@ -132,7 +130,7 @@ def test_interrupted_set_up_goes_on_with_the_step_that_was_not_finished(
 
 
 def refused(venv: Path, steps: list[tuple[str, Path]], **variables: str) -> str:
-    """What a set-up says that ends without a change in the folder."""
+    """The message of a set-up that ends without changing the folder."""
     before = tree(venv)
     said = set_up_in(venv, **variables)
     assert said.startswith("exit: ") and tree(venv) == before and steps == []
@@ -155,14 +153,14 @@ def test_environment_that_cannot_work_is_refused(tmp_path, steps):
     (old / "lib" / "python3.2").mkdir(parents=True)
     (old / "pyvenv.cfg").touch()
     assert "PYTHON=python3.2" in refused(old, steps)
-    # A finished one may be of another Python than `python3`, but not of another than was asked for.
+    # A finished one may be of another Python than `python3`, unless PYTHON names one.
     finish(old)
     assert "nothing to do" in set_up_in(old)
     assert "was made by python3.2" in refused(old, steps, PYTHON="python3.99")
 
 
 def test_link_to_an_environment_elsewhere_is_followed(tmp_path, steps):
-    """As on clusters, where .venv leads to a scratch disk: what is there is kept, and used."""
+    """On clusters .venv may lead to a scratch disk. An environment there is kept and used."""
     scratch, link = tmp_path / "scratch" / "env", tmp_path / ".venv"
     link.symlink_to(scratch)
     assert "done" in set_up_in(link)
@@ -176,7 +174,7 @@ def test_link_to_an_environment_elsewhere_is_followed(tmp_path, steps):
 
 
 def test_horovod_for_gpus_is_built_where_there_is_none(tmp_path):
-    """A login node: asked once, and remembered."""
+    """On a login node. The choice is given once, and remembered."""
     asked, venv = tmp_path / "asked", tmp_path / "venv"
     finish(venv, f'echo "$@" >> {asked}')
     said = [
@@ -201,7 +199,7 @@ def test_mpirun_needs_no_ssh_on_one_host(tmp_path):
     assert shared.read_text() == "# Open MPI\n"
 
 
-def test_failing_horovod_leaves_the_rest_and_says_so(tmp_path):
+def test_if_horovod_fails_the_rest_is_installed(tmp_path):
     finish(tmp_path, "exit 1", horovod="an older build")
     assert "horovod failed (exit code 1)" in (said := set_up_in(tmp_path))
     assert "The rest is installed and works; WITHOUT_HOROVOD=1" in said
@@ -223,7 +221,7 @@ user.name='no option'
 """
 
 
-def test_uv_gets_what_pip_is_set_up_to_do():
+def test_uv_gets_pip_s_settings():
     variables, flags = set_up.uv_settings(PIP)
     assert flags == ["--no-index"]
     assert variables == {
@@ -243,7 +241,7 @@ def test_uv_gets_what_pip_is_set_up_to_do():
 def test_pip_installs_where_uv_cannot_and_system_mpi_is_not_shadowed(
     uv, mpi, tmp_path, monkeypatch
 ):
-    """An environment whose Python says what it was asked for."""
+    """The environment's Python records its command lines."""
     asked, listed = tmp_path / "asked", tmp_path / "listed"
     write_program(
         tmp_path / "bin/python",
@@ -262,7 +260,7 @@ def test_pip_installs_where_uv_cannot_and_system_mpi_is_not_shadowed(
 @pytest.mark.parametrize(
     ("line", "said"), [([], 'PYTHON="" python3'), (["PYTHON=echo"], 'PYTHON="echo" echo')]
 )
-def test_make_says_whether_a_python_was_asked_for(line, said):
+def test_make_passes_on_which_python_was_asked_for(line, said):
     command = ["make", "--dry-run", "--no-print-directory", "setup", *line]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHON"}
     assert said in subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
@@ -271,14 +269,14 @@ def test_make_says_whether_a_python_was_asked_for(line, said):
 # ---- the lock
 
 
-def test_lock_pins_everything_that_pyproject_asks_for_and_names_no_index():
+def test_the_lock_pins_all_requirements_and_names_no_index():
     text = (ROOT / "requirements.lock").read_text()
     assert not re.search("://|--index|--extra-index|--find-links|--trusted-host| @ ", text)
     pins = [Requirement(line) for line in text.splitlines()]
     versions = {(pin.name, str(pin.specifier).removeprefix("==")) for pin in pins}
     assert all(re.fullmatch("[^=<>~!,]+", version) for _, version in versions)
     project = toml.decode((ROOT / "pyproject.toml").read_text())["project"]
-    # The extras are large, and only for who decodes on GPUs, or for timm's networks alone.
+    # These extras are large: for decoding on GPUs, and for timm's networks.
     extras = [v for k, v in project["optional-dependencies"].items() if k not in ("dali", "timm")]
     wanted = [Requirement(text) for group in (project["dependencies"], *extras) for text in group]
     for requirement in wanted:

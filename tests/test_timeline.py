@@ -1,4 +1,4 @@
-"""Profiles of several runs, ranks and engines in one file: on one clock, and well formed."""
+"""Profiles of several runs, ranks and engines are merged into one valid file, on one clock."""
 
 import json
 from collections import defaultdict
@@ -174,8 +174,8 @@ def merged(runs: list[Path]) -> Event:
 
 
 def check_format(trace: Event) -> None:
-    """What Perfetto's importer and the Trace Event Format ask for: whole numbers as process and
-    thread, names for each, times that do not run backwards, spans that nest, arrows in pairs."""
+    """Assert what Perfetto's importer and the Trace Event Format need: integer process and thread
+    numbers, a name for each, sorted times, spans that nest, and arrows in pairs."""
     metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
     events = trace["traceEvents"][len(metadata) :]
     named = defaultdict(list)
@@ -225,7 +225,7 @@ def find(trace: Event, name: str, process: str | None = None) -> list[Event]:
     return [event for event in named if pid in (None, event["pid"])]
 
 
-def test_ranks_and_horovod_are_on_one_clock_with_clear_names(tmp_path):
+def test_ranks_and_horovod_s_timeline_share_a_clock(tmp_path):
     trace = merged([make_run(tmp_path / "hvd", 5000, horovod=True)])
     names = ["hvd, rank 0, CPU", "hvd, rank 0, Horovod", "hvd, rank 1, CPU"]
     assert list(processes(trace)) == names
@@ -264,7 +264,7 @@ def test_runs_are_aligned_at_their_first_profiled_step(tmp_path):
     first, second = begins(trace)
     assert first == second
     assert trace["otherData"]["hvd"] == {"shifted_by_nanoseconds": -8_995_000_000}
-    # What belongs to a run moves with it: Horovod's timeline, and the other rank.
+    # Horovod's timeline and the other rank are shifted with their run.
     assert find(trace, "NEGOTIATE_ALLREDUCE")[0]["ts"] - second == pytest.approx(30)
     assert find(trace, "ProfilerStep#0", "hvd, rank 1, CPU")[0]["ts"] - second == 1
 
@@ -278,7 +278,7 @@ def test_a_span_without_its_begin_or_its_end_is_left_out(tmp_path):
     assert (len(find(trace, "ALLREDUCE")), len(find(trace, "MPI_ALLREDUCE"))) == (1, 2)
 
 
-def test_where_the_merged_file_lies_and_how_runs_of_one_name_are_told_apart(tmp_path):
+def test_the_place_of_the_merged_file_and_the_names_of_its_runs(tmp_path):
     runs = [make_run(tmp_path / block / "ddp-2", 5000, ranks=1) for block in ("b-1", "b-2")]
     for given, place, names in (
         (runs[:1], runs[0], ["ddp-2"]),
@@ -289,7 +289,7 @@ def test_where_the_merged_file_lies_and_how_runs_of_one_name_are_told_apart(tmp_
         assert list(processes(trace)) == [f"{name}, rank 0, CPU" for name in names]
 
 
-def test_damaged_times_of_gradients_keep_back_the_list_alone(tmp_path, capsys):
+def test_with_damaged_times_of_gradients_only_the_list_is_left_out(tmp_path, capsys):
     run = make_run(tmp_path / "hvd", 5000, horovod=True)
     (run / "profile/gradients-rank-0.json").write_text('{"elements": {}, "steps": [{}]}')
     assert main([str(run)]) != 0
@@ -365,7 +365,7 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
     assert first == second
     timeline = threads(trace, processes(trace)["horovod, rank 0, Horovod"])
     tensors = {name: tid for name, tid in timeline.items() if name.startswith("allreduce.")}
-    figures = tensors.pop("allreduce.figures", None)  # what the ranks tell each other
+    figures = tensors.pop("allreduce.figures", None)  # figures that the ranks exchange
     assert "allreduce.fc.weight" in tensors
     spans = [event for event in find(trace, "ALLREDUCE") if event["cat"] == "horovod"]
     for number in (1, 2, 3):
