@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipe import watch
 from recipe.errors import UserError
 from recipe.rendezvous import (
+    TASK,
     awaiting,
     call_roll,
     keep_gloo_off_loopback,
@@ -48,6 +50,7 @@ def rendezvous_arguments(
     """Return the arguments of `init_process_group` for the launcher that started this process.
     `timeout` is how long a rank waits for another one, which may need long to load torch from a
     shared file system, or to list its data."""
+    watch.begin(TASK)
     prepare_gloo(world)
     arguments: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     if world.size == 1 or backend == "mpi4py":  # MPI's ranks know each other

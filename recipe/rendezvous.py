@@ -44,7 +44,6 @@ def prepare_gloo(world: World) -> None:
     """Choose the interface at which Gloo listens, unless the user has chosen one. Take the one
     chosen for NCCL, beside which Gloo carries tensors in the CPU's memory; or, if all ranks are on
     one host, the loopback, since no other host needs its ports."""
-    watch.begin(TASK)
     _lower_debug_level(world)
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if interface not in psutil.net_if_addrs():  # such as a list of prefixes
@@ -189,6 +188,7 @@ def _own_address() -> str:
 def process_group(config: Config, world: World) -> Iterator[None]:
     """Join the ranks of `world`, which torchrun has started, in torch's process group. After an
     error it is not destroyed (no `finally`): that could wait for ranks that wait for this one."""
+    watch.begin(TASK)
     prepare_gloo(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
     dist.init_process_group(**rendezvous_by_environment(world, timeout))
@@ -309,6 +309,7 @@ def remote_calls(config: Config, world: World) -> Iterator[None]:
     the other ranks; not after an error (no `finally`), since they may wait for this one."""
     from torch.distributed import rpc  # few scripts need it
 
+    watch.begin(TASK)
     prepare_gloo(world)
     launcher_values(world, "MASTER_ADDR", "MASTER_PORT")
     bind_rpc()

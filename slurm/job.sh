@@ -35,7 +35,7 @@ allocated_hosts() {  # the allocation's nodes and tasks, as mpirun and horovodru
     python -c 'from compare.plan.environment import slurm_hosts; print(slurm_hosts())'
 }
 
-meeting_port() {  # this job's port for its ranks to meet; kernels assign none of this range
+rendezvous_port() {  # this job's port for its ranks to meet; kernels assign none of this range
     echo $((20000 + SLURM_JOB_ID % 12000))
 }
 

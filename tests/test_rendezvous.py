@@ -209,6 +209,13 @@ def test_an_address_that_the_user_gives(launcher: str, port: int) -> None:
     meet(launcher)
 
 
+def test_who_chooses_gloo_s_interface_still_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's ranks do so while they wait: the watch still says for whom."""
+    monkeypatch.setattr(rendezvous.watch, "begin", begin := Mock())
+    rendezvous.prepare_gloo(a_world(0, 2))
+    assert not begin.called
+
+
 @pytest.mark.parametrize(
     ("here", "missing", "message"),
     [

@@ -70,7 +70,7 @@ def run_in_job(folder: Path, code: str, **variables: str) -> subprocess.Complete
 def test_a_job_asks_the_project_for_hosts_and_a_port(tmp_path: Path) -> None:
     write_program(tmp_path / "scontrol", "printf 'a\\nb\\n'\n")
     variables = {"SLURM_JOB_NODELIST": "[a-b]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-    done = run_in_job(tmp_path, ". slurm/job.sh; allocated_hosts; meeting_port", **variables)
+    done = run_in_job(tmp_path, ". slurm/job.sh; allocated_hosts; rendezvous_port", **variables)
     assert done.returncode == 0, done.stderr
     hosts, port = done.stdout.split()
     assert hosts == "a:4,b:4" and port.isdecimal()
