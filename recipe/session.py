@@ -250,11 +250,6 @@ class Session:
                 self.validate()
             self._release_trained()
 
-    def _release_trained(self) -> None:
-        """Release what was evaluated and saved, which may be a copy, if training continues."""
-        if self.goes_on:
-            self.trained = self.parts
-
     def count_step(self, sums: Sums, learning_rate: float, skipped_steps: int) -> bool:
         """Count a step, and return whether an epoch has ended. `sums` are this rank's metrics of
         the step.
@@ -274,6 +269,34 @@ class Session:
         self.recorder.end_step()
         finish_checkpoint(timeout=0)
         return progress.samples_seen // num_train > self.epoch
+
+    def poll_stop_and_save(self) -> tuple[bool, bool]:
+        """Return whether the run stops here, because a rank got a signal or rank 0 finds the stop
+        file; and whether it saves a checkpoint here, because it stops or --checkpoint-steps or
+        --checkpoint-minutes is due.
+
+        All ranks decide this together at the same step, about every LOOK_SECONDS of training. Rank
+        0 decides how many steps that is.
+        """
+        step, config, is_first = self.progress.step, self.config, self.ranks.world.is_first
+        is_due = step % (config.checkpoint_steps or math.inf) == 0
+        if step < self.next_look:
+            return False, is_due
+        has_stop_file = is_first and (self.folder / STOP_FILE).exists()
+        minutes = (time.monotonic() - self.saved_at) / 60 if self.keeps_checkpoints else 0.0
+        # Wall-clock time, since ranks may wait for each other outside the measured phases.
+        (last_look, then), self.looked_at = self.looked_at, (step, time.perf_counter())
+        pace = LOOK_SECONDS * (step - last_look) / (self.looked_at[1] - then or math.inf)
+        votes = torch.tensor(
+            [
+                is_asked_to_end() or has_stop_file,
+                is_first and minutes >= (config.checkpoint_minutes or math.inf),
+                max(1, int(pace)) if is_first else 0,
+            ]
+        )
+        stops, saves, steps = self.ranks.sum(votes).tolist()
+        self.next_look = step + steps
+        return bool(stops), bool(stops or saves or is_due)
 
     def write_steps(self, now: bool) -> StepLine | None:
         """Write the steps since the last call: the first one, then every --log-interval steps, or
@@ -325,33 +348,24 @@ class Session:
         self.next_look = self.reader.first_step
         self.is_resumable = True
 
-    def poll_stop_and_save(self) -> tuple[bool, bool]:
-        """Return whether the run stops here, because a rank got a signal or rank 0 finds the stop
-        file; and whether it saves a checkpoint here, because it stops or --checkpoint-steps or
-        --checkpoint-minutes is due.
+    def check_weights(self) -> None:
+        """Every --weight-check-steps, raise UserError if the ranks' weights differ."""
+        step = self.progress.step
+        if self.config.weight_check_steps and step % self.config.weight_check_steps == 0:
+            check_same_weights(self.parts.model, step, self.ranks)
 
-        All ranks decide this together at the same step, about every LOOK_SECONDS of training. Rank
-        0 decides how many steps that is.
-        """
-        step, config, is_first = self.progress.step, self.config, self.ranks.world.is_first
-        is_due = step % (config.checkpoint_steps or math.inf) == 0
-        if step < self.next_look:
-            return False, is_due
-        has_stop_file = is_first and (self.folder / STOP_FILE).exists()
-        minutes = (time.monotonic() - self.saved_at) / 60 if self.keeps_checkpoints else 0.0
-        # Wall-clock time, since ranks may wait for each other outside the measured phases.
-        (last_look, then), self.looked_at = self.looked_at, (step, time.perf_counter())
-        pace = LOOK_SECONDS * (step - last_look) / (self.looked_at[1] - then or math.inf)
-        votes = torch.tensor(
-            [
-                is_asked_to_end() or has_stop_file,
-                is_first and minutes >= (config.checkpoint_minutes or math.inf),
-                max(1, int(pace)) if is_first else 0,
-            ]
-        )
-        stops, saves, steps = self.ranks.sum(votes).tolist()
-        self.next_look = step + steps
-        return bool(stops), bool(stops or saves or is_due)
+    def keep_checkpoint(self, parts: Trainables) -> None:
+        """Save a checkpoint; UserError if the ranks' weights differ. Call it before the evaluation,
+        which may fail or be interrupted."""
+        config, ranks, progress = self.config, self.ranks, self.progress
+        finish_checkpoint()  # here: the watch expects a pause, and the other ranks wait just below
+        align_batch_norm(parts.model, config, ranks)
+        if self.kept_state:
+            self.kept_state.note_statistics(progress.step)
+        check_same_weights(parts.model, progress.step, ranks)
+        if self.keeps_checkpoints:
+            self.saved_at = time.monotonic()
+            keep_checkpoint(parts, progress, config, ranks, self.reader.data, self.folder)
 
     def validate(self) -> None:
         """Evaluate what was trained, and its moving average, on all validation images, and keep the
@@ -388,24 +402,10 @@ class Session:
         """Return whether an evaluation's figures reach --desired-acc."""
         return figures.get("top1", 0.0) >= (self.config.desired_acc or math.inf)
 
-    def check_weights(self) -> None:
-        """Every --weight-check-steps, raise UserError if the ranks' weights differ."""
-        step = self.progress.step
-        if self.config.weight_check_steps and step % self.config.weight_check_steps == 0:
-            check_same_weights(self.parts.model, step, self.ranks)
-
-    def keep_checkpoint(self, parts: Trainables) -> None:
-        """Save a checkpoint; UserError if the ranks' weights differ. Call it before the evaluation,
-        which may fail or be interrupted."""
-        config, ranks, progress = self.config, self.ranks, self.progress
-        finish_checkpoint()  # here: the watch expects a pause, and the other ranks wait just below
-        align_batch_norm(parts.model, config, ranks)
-        if self.kept_state:
-            self.kept_state.note_statistics(progress.step)
-        check_same_weights(parts.model, progress.step, ranks)
-        if self.keeps_checkpoints:
-            self.saved_at = time.monotonic()
-            keep_checkpoint(parts, progress, config, ranks, self.reader.data, self.folder)
+    def _release_trained(self) -> None:
+        """Release what was evaluated and saved, which may be a copy, if training continues."""
+        if self.goes_on:
+            self.trained = self.parts
 
     def end(self, rung: RungFigures | None = None) -> int:
         """End the record, and return the exit code: EXIT_SAVED if a signal asked for the stop.
