@@ -1,39 +1,42 @@
-"""Measure what the engines build on: the allreduce, over message sizes, side by side.
+"""Measure what the engines build on: the all-reduce, over message sizes, side by side.
 
     python compare/collectives.py                        this host, 2 workers
     python compare/collectives.py --workers 4 --hosts a:2,b:2 --json allreduce.json
     python compare/collectives.py --show runs/collectives-20260131-120000
 
 torch.distributed, the same over MPI (as ddp-mpi trains), Horovod over MPI and over Gloo (with NCCL
-where there are GPUs and its build has it) and plain mpi4py sum the same messages, on the fp32 and
-on the fp16 wire; every sum is checked. The unit of evidence is a launch: each block starts each
-backend once, in random order.
+where there are GPUs and its build has it) and plain mpi4py sum the same messages, in fp32 and in
+fp16 on the wire; every sum is checked. In each block all backends are started, and then take turns
+at one message after the other, as in a comparison of trainings: compare/report.py shows the folder,
+too.
 """
 
-import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from compare.page.allreduce import as_json, read_measurement, text_report
-from compare.plan.blocks import shuffled
+import msgspec
+
+from compare.evidence.record import Record, read_comparison
+from compare.page.allreduce import as_json, text_report
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import most_on_a_host, path_from_here, read_hosts
 from compare.plan.launchers import launch_words
-from compare.plan.plan_file import check_known
-from compare.running.checks import check_cores, check_load, missing_for, warning_texts
-from compare.running.launch import shown_tail, start_command, utc_now, utc_stamp
+from compare.plan.plan import Case, OwnScript, Plan, Words
+from compare.plan.plan_file import check_known, plan_record
+from compare.running import checks
+from compare.running.comparison import measure, record_plan
+from compare.running.launch import utc_now, utc_stamp
 from recipe.command import run_tool
-from recipe.errors import UserError, refuse
+from recipe.errors import UserError
 from recipe.files import write_json
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
 
 SCRIPT = "compare/collectives.py"
-# Each backend's configuration, which says how its script is started.
+SIDE = "compare/running/allreduce_side.py"
+# Each backend's configuration, which says how its ranks are started.
 BACKENDS = {
     "torch.distributed": "ddp-torchrun",
     "torch-mpi": "ddp-mpi",
@@ -41,18 +44,7 @@ BACKENDS = {
     "horovod-gloo": "horovod-gloo",
     "mpi4py": "mpi4py-mpirun",
 }
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def size_bytes(text: str) -> int:
-    """Return the bytes of `4096`, `4K` or `256M`."""
-    found = re.fullmatch("([0-9]+)([KMG]?)", text.upper())
-    size = int(found[1]) * UNITS[found[2]] if found else 0
-    if size == 0 or size % 4:
-        raise UserError(
-            f"--sizes {text}: is no size; write 4096, 4K or 256M, a multiple of 4 bytes"
-        )
-    return size
+ROUNDS = 2  # in a block: there and back
 
 
 def measure_or_show(
@@ -60,11 +52,10 @@ def measure_or_show(
     hosts: str | None = None,
     network_interface: str | None = None,
     backends: tuple[str, ...] = (),
-    sizes: tuple[str, ...] = ("4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M", "256M"),
+    sizes: tuple[str, ...] = ("4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"),
     wires: tuple[WireFormat, ...] = tuple(WIRE_FORMATS),
     model: str = "resnet50",
     blocks: int = 3,
-    seconds: float = 0.1,
     threads: int = 1,
     no_cuda: bool = False,
     timeout: int = 300,
@@ -80,131 +71,122 @@ def measure_or_show(
             this host).
         network_interface: The one that connects the hosts, such as eth0.
         backends: Any of torch.distributed, torch-mpi, horovod-mpi, horovod-gloo and mpi4py
-            (default: all); the first is what others are compared with.
-        sizes: Such as 4K or 256M: bytes of fp32, K = 1024.
+            (default: all that are installed); the first is what others are compared with.
+        sizes: Such as 4K or 256M: bytes of fp32, K = 1024. Each rank of each backend holds a
+            message.
         wires: Number formats on the wire.
         model: The torchvision model whose gradients are summed, too, as one message and tensor by
             tensor; none: leave it out.
-        blocks: Launches of each backend; 3 is the least for an interval.
-        seconds: For the repetitions of one message in one launch, at least 3 of them.
+        blocks: Launches of all backends; 3 is the least for an interval.
         threads: CPU threads of each rank for casts and copies.
         no_cuda: Stay on the CPU.
-        timeout: Seconds; a launch that takes longer is ended and counts as failed.
-        out: Folder for raw figures (default: runs/collectives-<UTC time>).
+        timeout: Seconds for the start of all backends, and for each turn.
+        out: New folder for the record (default: runs/collectives-<UTC time>).
         json: Write the figures as JSON.
         show: Measure nothing: show an earlier folder.
     """
     folder = show or out or Path("runs") / f"collectives-{utc_stamp()}"
+    if json and not json.parent.is_dir():
+        raise UserError(f"{json}: make its folder first")
     if show is None:
-        if json and not json.parent.is_dir():
-            raise UserError(f"{json}: make its folder first")
-        settings = {
-            "workers": workers,
-            "hosts": hosts,
-            "network_interface": network_interface,
-            "blocks": blocks,
-            "sizes": [*map(size_bytes, sizes)],
-            "wires": wires,
-            "model": model,
-            "seconds": seconds,
-            "threads": threads,
-            "cuda": not no_cuda,
-        }
-        measure_backends(settings, backends, timeout, folder)
-    measurement = read_measurement(folder)
-    print(f"\n{text_report(measurement)}")
+        check(workers, hosts, min(blocks, threads, timeout), folder)
+        cases = cases_of(sizes, wires, model)
+        names, missing = available(backends)
+        starts = (workers, hosts, network_interface, threads, no_cuda)
+        plan = Plan(
+            side={name: OwnScript(Words(command(name, *starts))) for name in names},
+            configurations=tuple(names),
+            case=dict.fromkeys(cases, Case()),
+            named_hosts=hosts,
+            blocks=blocks,
+            rounds=ROUNDS,
+            timeout=timeout,
+        )
+        cores = checks.check_cores(most_on_a_host(workers, hosts), threads)
+        measure_plan(plan, folder, [*missing, *checks.warning_texts([cores])])
+    record = read_comparison(folder)
+    print(f"\n{text_report(record)}")
     if json is not None:
-        write_json(json, as_json(measurement))
-    return 1 if measurement.failed else 0
+        write_json(json, as_json(record))
+    return 0
 
 
-def measure_backends(
-    settings: dict[str, Any], named: Sequence[str], timeout: int, folder: Path
-) -> None:
-    """Start each backend that is there once a block, one after the other, and keep what each wrote
-    in `folder`; UserError about settings that make no measurement, and about a backend that was
-    named and is missing. `settings`: the flags that collectives.json keeps."""
-    workers, hosts = settings["workers"], settings["hosts"]
-    slots = workers if hosts is None else sum(read_hosts(hosts).values())
-    refuse(
-        (workers < 2, f"--workers {workers}: nothing is exchanged; give 2 or more"),
-        (settings["seconds"] <= 0, f"--seconds {settings['seconds']:g}: give a positive number"),
-        (
-            min(settings["blocks"], settings["threads"], timeout) < 1,
-            "--blocks, --threads and --timeout: give positive whole numbers",
-        ),
-        (slots < workers, f"--hosts {hosts}: has fewer slots than --workers"),
-        (
-            folder.exists() and any(folder.iterdir()),
-            f"--out {folder}: is not empty; name a new folder",
-        ),
-        (
-            not (settings["sizes"] and settings["wires"]),
-            "--sizes and --wires: name at least one of each",
-        ),
-    )
+def check(workers: int, hosts: str | None, least: int, folder: Path) -> None:
+    """Raise UserError about settings that make no measurement. `least`: the smallest of the whole
+    numbers that must be positive."""
+    if workers < 2:
+        raise UserError(f"--workers {workers}: nothing is exchanged; give 2 or more")
+    if least < 1:
+        raise UserError("--blocks, --threads and --timeout: give positive whole numbers")
+    if hosts is not None and sum(read_hosts(hosts).values()) < workers:
+        raise UserError(f"--hosts {hosts}: has fewer slots than --workers")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out {folder}: is not empty; name a new folder")
+
+
+def cases_of(sizes: Sequence[str], wires: Sequence[str], model: str) -> list[str]:
+    """Return a case for each message in each wire format; UserError about a size or model that is
+    none."""
+    from recipe.allreduce_loop import elements_of  # loads torch
+
+    forms = () if model == "none" else ("fused", "layers")
+    messages = [*(size.upper() for size in sizes), *(f"{model}.{form}" for form in forms)]
+    for message in messages:
+        elements_of(message)
+    if not messages or not wires:
+        raise UserError("--sizes and --wires: name at least one of each")
+    return [f"{message}-{wire}" for message in messages for wire in wires]
+
+
+def available(named: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the backends to measure, and warnings about those that are not installed; UserError if
+    a named one is not."""
     for name in named:
         check_known("--backends", name, BACKENDS)
-    asked = named or [*BACKENDS]
-    reasons = {name: missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in asked}
+    reasons = {
+        name: checks.missing_for(CONFIGURATIONS[BACKENDS[name]]) for name in named or BACKENDS
+    }
     missing = [f"{name}: not available. {why}" for name, why in reasons.items() if why]
     if named and missing:
         raise UserError("\n".join(missing))
-    findings = [check_load(), check_cores(most_on_a_host(workers, hosts), settings["threads"])]
-    warnings = [*missing, *warning_texts(findings)]
-    print(f"raw figures and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
-    backends = [name for name in asked if not reasons[name]]
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "collectives.json",
-        {
-            "created_utc": utc_now(),
-            "backends": backends,
-            "cores": os.cpu_count() or 1,
-            "warnings": warnings,
-            **settings,
-        },
-    )
-    failed: set[str] = set()
-    for block in range(1, settings["blocks"] + 1):
-        for name in (one for one in shuffled(backends, block) if one not in failed):
-            place = folder / f"block-{block}" / name
-            place.mkdir(parents=True)
-            words, out = command(name, settings, place), place / "measurements.jsonl"
-            outcome = start_command(words, place, timeout, out)
-            told = f"block {block}  {name:17}  {outcome.seconds:5.1f} s  {outcome.status}"
-            print(told, flush=True)
-            if outcome.status != "completed":
-                failed.add(name)
-                print(shown_tail(place), flush=True)
+    return [name for name, why in reasons.items() if not why], missing
 
 
-def command(name: str, settings: dict[str, Any], place: Path) -> list[str]:
+def command(
+    name: str,
+    workers: int,
+    hosts: str | None,
+    network_interface: str | None,
+    threads: int,
+    no_cuda: bool,
+) -> list[str]:
     """Return what starts a backend, as a person would type it in the current directory."""
     configuration = CONFIGURATIONS[BACKENDS[name]]
-    if configuration.launcher == "torchrun" and settings["hosts"] is not None:
+    if configuration.launcher == "torchrun" and hosts is not None:
         configuration = CONFIGURATIONS["ddp-mpirun"]  # whose hosts may take unequal numbers
-    configuration = replace(configuration, interface=settings["network_interface"])
+    configuration = replace(configuration, interface=network_interface)
     # An MPI may know no GPU's memory.
-    no_cuda = [] if settings["cuda"] and configuration.transport != "mpi" else ["--no-cuda"]
+    on_cpu = ["--no-cuda"] if no_cuda or configuration.transport == "mpi" else []
     return [
-        *launch_words(configuration, settings["workers"], settings["hosts"]),
+        *launch_words(configuration, workers, hosts),
+        path_from_here(SIDE),
         path_from_here(configuration.trained_by.allreduce),
-        "--sizes",
-        *map(str, sorted({*settings["sizes"]})),
-        "--wires",
-        *settings["wires"],
-        "--seconds",
-        str(settings["seconds"]),
         "--threads",
-        str(settings["threads"]),
-        "--model",
-        settings["model"],
+        str(threads),
         *configuration.arguments,
-        *no_cuda,
-        "--out",
-        str(place / "measurements.jsonl"),
+        *on_cpu,
     ]
+
+
+def measure_plan(plan: Plan, folder: Path, warnings: list[str]) -> None:
+    """Measure into a new folder. MeasurementError names a backend that failed."""
+    print(f"record and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = Record(folder)
+    warnings = [*warnings, *checks.warn(plan, folder)]
+    planned = msgspec.structs.replace(plan_record(plan, utc_now()), warnings=tuple(warnings))
+    record_plan(planned, record)
+    measure(plan, record)
 
 
 main = partial(

@@ -38,6 +38,11 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return array.view(np.uint16) if tensor.dtype == torch.float16 else array
 
 
+def sum_of(tensor: torch.Tensor) -> MPI.Op:
+    """Return the operation that adds up tensors of this type."""
+    return SUM_OF_HALVES if tensor.dtype == torch.float16 else MPI.SUM
+
+
 class Exchange(dist.Work):
     """An operation that was handed to the communicating thread, and may still be running."""
 
@@ -91,8 +96,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         def exchange() -> None:
             for tensor in tensors:
-                operation = SUM_OF_HALVES if tensor.dtype == torch.float16 else MPI.SUM
-                self.comm.Allreduce(MPI.IN_PLACE, memory_of(tensor), operation)
+                self.comm.Allreduce(MPI.IN_PLACE, memory_of(tensor), sum_of(tensor))
 
         return self._hand_over(exchange, tensors)
 

@@ -1,10 +1,5 @@
-"""Measure torch.distributed's all-reduce.
-
-    torchrun --nproc-per-node 2 ddp_train/torch_allreduce.py --sizes 4096 67108864
-    mpirun -np 2 python ddp_train/torch_allreduce.py --transport mpi --no-cuda
-
-compare/collectives.py starts this script and those of the other engines, and compares them.
-"""
+"""torch.distributed's all-reduce alone. compare/collectives.py measures it beside those of other
+engines."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_train.rendezvous import choose_transport, rendezvous_arguments
-from recipe.allreduce_loop import Backend, run
+from recipe.allreduce_loop import Backend
 from recipe.device import choose_device
 from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
 from recipe.world import World
@@ -42,15 +37,8 @@ def connect(config: Config, world: World) -> Backend:
     transport, backend = choose_transport(config, world, device)
     dist.init_process_group(backend, **rendezvous_arguments(world, backend))
     return Backend(
-        name="torch-mpi" if transport == "MPI" else "torch.distributed",
         transport=transport,
         device=device,
-        versions={"torch": torch.__version__},
         prepare=prepare,
         barrier=dist.barrier,
-        close=dist.destroy_process_group,
     )
-
-
-if __name__ == "__main__":
-    run(__doc__, connect)

@@ -1,18 +1,12 @@
-"""Measure Horovod's all-reduce.
-
-    horovodrun -np 2 python horovod_train/horovod_allreduce.py --sizes 4096 67108864
-
-compare/collectives.py starts this script and those of the other engines, and compares them.
-"""
+"""Horovod's all-reduce alone. compare/collectives.py measures it beside those of other engines."""
 
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 import torch
 
 from horovod_train import engine
 from horovod_train.engine import COMPRESSION, hvd
-from recipe.allreduce_loop import Backend, run
+from recipe.allreduce_loop import Backend
 from recipe.device import choose_device
 from recipe.settings.flags import Config, WireFormat
 from recipe.world import World
@@ -42,15 +36,8 @@ def connect(config: Config, world: World) -> Backend:
     engine.prepare(config, world)
     hvd.init()
     return Backend(
-        name=f"horovod-{'mpi' if hvd.mpi_enabled() else 'gloo'}",
         transport=engine.check_transport(config, world, device),
         device=device,
-        versions={"torch": torch.__version__, "horovod": metadata.version("horovod")},
         prepare=prepare,
         barrier=hvd.barrier,
-        close=hvd.shutdown,
     )
-
-
-if __name__ == "__main__":
-    run(__doc__, connect)

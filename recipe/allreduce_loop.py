@@ -1,206 +1,172 @@
-"""How long an allreduce takes: the loop that all engines are measured by. It knows none of them.
+"""The loop that measures an all-reduce alone. It knows neither the engines nor who measures.
 
 An engine's script (horovod_train/horovod_allreduce.py, ddp_train/torch_allreduce.py and
-baselines/mpi_allreduce.py) says how it sums tensors over the ranks, and calls `run`.
-compare/collectives.py starts the scripts and puts their figures side by side.
+baselines/mpi_allreduce.py) says how its ranks meet and sum tensors: `connect`. In each turn
+compare/collectives.py asks for sums of one case: a message and its number format on the wire, such
+as `4K-fp32`.
 """
 
-import json
-import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
 from recipe.ancestors import own_world
 from recipe.command import call_tool
 from recipe.errors import UserError, one_message
-from recipe.files import replace_file
-from recipe.ranks import Ranks
 from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
 from recipe.watch import begin, start_watchdog
 from recipe.world import World
 
 FP32_BYTES = 4
-WIRES = tuple(WIRE_FORMATS)
-MIN_REPETITIONS = 3
-MAX_REPETITIONS = 200
-EXACT_INTEGERS = min(wire.exact_integers for wire in WIRE_FORMATS.values())
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+WARM_UP_CASE = "4K-fp32"  # before a turn has asked for one
+EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
+PATTERN_REPEATS = 1024  # so that a copy of it is fast
 
 
 @dataclass(frozen=True)
 class Backend:
     """How one engine sums over its ranks."""
 
-    name: str
     transport: str  # what carries the messages
     device: torch.device  # where the tensors are
-    versions: dict[str, str]
-    # Returns what sums these tensors over the ranks, in place, and returns when they are summed.
-    # More than one tensor: all are handed over before the first is waited for.
+    # Returns what sums these tensors over the ranks, in place, in this wire format, and returns
+    # when they are summed. More than one tensor: all are handed over before the first is waited
+    # for.
     prepare: Callable[[Sequence[torch.Tensor], WireFormat], Callable[[], object]]
     barrier: Callable[[], object]
-    close: Callable[[], object]
-    wires: tuple[str, ...] = WIRES  # that it has
-
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """The ranks' values added up, in fp32, which is enough for figures."""
-        sums = values.to(self.device, torch.float32, copy=True)
-        self.prepare([sums], "fp32")()
-        return sums.to("cpu", values.dtype)
 
 
-def run(about: str | None, connect: Callable[[Config, World], Backend]) -> None:
-    """Be an engine's script: read the flags, let the ranks `connect`, and measure."""
+class Turns(Protocol):
+    """Who measures: says which case is next, and waits at the end of a turn."""
+
+    case: str
+    transport: str
+    weights: Callable[[], Mapping[str, Any]] | None
+
+    def step_ended(self, *, unit: str, amount: float, seconds: float) -> None:
+        """Count a sum."""
+
+
+def run(connect: Callable[[Config, World], Backend], turns: Turns) -> None:
+    """Be an engine's side: read the flags, let the ranks `connect`, and sum until the end."""
     world = own_world()
     start_watchdog(world)
     with one_message(world):
-        call_tool(sys.argv[0], partial(measure_allreduce, connect, world), about, sys.argv[1:])
+        call_tool(sys.argv[0], partial(sum_for_ever, connect, world, turns), "", sys.argv[1:])
 
 
-def model_messages(name: str) -> dict[str, list[int]]:
-    """The elements of a torchvision model's gradients: as one message, and as one message per
-    parameter, in backward order."""
-    from torchvision.models import get_model  # takes a second, and only this needs it
-
-    try:
-        with torch.device("meta"):
-            model = get_model(name)
-    except ValueError:
-        raise UserError(
-            f"--model {name}: torchvision has no such model; `python -c 'import "
-            "torchvision.models as m; print(*m.list_models(m))'` lists them"
-        ) from None
-    layers = [parameter.numel() for parameter in model.parameters()][::-1]
-    return {"model fused": [sum(layers)], "model layers": layers}
-
-
-def measure_allreduce(
+def sum_for_ever(
     connect: Callable[[Config, World], Backend],
     world: World,
-    sizes: tuple[int, ...] = (4096, 1 << 20, 64 << 20),
-    wires: tuple[WireFormat, ...] = WIRES,
-    model: str = "none",
-    seconds: float = 0.3,
+    turns: Turns,
     threads: int = 1,
     no_cuda: bool = False,
     transport: Literal["auto", "nccl", "gloo", "mpi"] = "auto",
-    out: Path | None = None,
 ) -> None:
-    """Measure every message on every wire; rank 0 writes.
-
-    Raises UserError where a sum is wrong, naming backend, message, wire and rank.
+    """Sum the messages that the turns ask for, until this process is ended.
 
     Args:
         connect: How the ranks meet.
         world: This rank's place among them.
-        sizes: Message sizes: bytes of fp32.
-        wires: Number formats on the wire.
-        model: Any torchvision classification model: its gradients as one message, and as one tensor
-            per parameter, last first.
-        seconds: Time for the repetitions of one message; at least 3 are made, at most 200.
+        turns: Who measures.
         threads: CPU threads of each rank for casts and copies.
         no_cuda: Stay on the CPU.
         transport: What carries the messages, as in a training.
-        out: JSON lines (default: standard output).
     """
-    if not wires:
-        raise UserError("--wires: name at least one")
     torch.set_num_threads(threads)
     backend = connect(Config(cuda=not no_cuda, transport=transport), world)
     begin("")  # the ranks have met
-    messages = {str(size): [max(1, size // FP32_BYTES)] for size in sizes}
-    if model != "none":
-        messages |= model_messages(model)
-    measured = [wire for wire in wires if wire in backend.wires]
-    lines = [{**world_line(backend, world), "wires": measured, "model": model}]
-    for name, elements in messages.items():
-        for wire in measured:
-            timed = time_message(backend, world, elements, wire, seconds)
-            if timed["wrong_elements"]:
-                raise UserError(
-                    f"{backend.name}: the allreduce of {name} ({timed['bytes']} bytes, {wire} "
-                    f"wire) is wrong on rank {world.rank}, in {timed['wrong_elements']} elements. "
-                    "Nothing measured with this build can be trusted: rebuild it, or leave it out"
-                )
-            lines.append({"kind": "allreduce", "message": name, "wire": wire, **timed})
-    backend.barrier()  # which a rank with a wrong sum does not reach
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if world.is_first and out is not None:
-        replace_file(out, text)
-    elif world.is_first:
-        print(text, end="", flush=True)
-    backend.close()
+    turns.transport = backend.transport
+    message = Message(WARM_UP_CASE, backend, world)
+    turns.weights = lambda: {"sum": message.tensors[0]}
+    while True:
+        if turns.case not in ("", message.case):
+            del message  # its memory is needed
+            message = Message(turns.case, backend, world)
+        seconds = message.sum()
+        turns.step_ended(unit="bytes", amount=message.bytes / world.size, seconds=seconds)
 
 
-def world_line(backend: Backend, world: World) -> dict[str, Any]:
-    """What is measured on, for the first line of the output."""
-    from recipe.record.fingerprint import cpu_model  # slow to import, for one line
+class Message:
+    """One rank's fp32 tensors, which its backend sums over the ranks."""
 
-    on_gpu = backend.device.type == "cuda"
-    return {
-        "kind": "world",
-        "backend": backend.name,
-        "transport": backend.transport,
-        "device": backend.device.type,
-        "device_name": torch.cuda.get_device_name(backend.device) if on_gpu else cpu_model(),
-        "ranks": world.size,
-        "hosts": Ranks(world, backend.sum_over_ranks).gather(world.host),
-        "launcher": world.launcher,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": backend.versions,
-    }
+    def __init__(self, case: str, backend: Backend, world: World) -> None:
+        self.case, self.backend, self.world = case, backend, world
+        message, _, wire = case.rpartition("-")
+        elements = elements_of(message)
+        self.bytes = FP32_BYTES * sum(elements)  # as the user sees it, whatever the wire format
+        self.tensors = [torch.empty(n, device=backend.device) for n in elements]
+        self.own = pattern_of(world, [world.rank]).to(backend.device)
+        self.expected = pattern_of(world, range(world.size)).to(backend.device)
+        self.reduce = backend.prepare(self.tensors, cast(WireFormat, wire))
+
+    def sum(self) -> float:
+        """Sum fresh values; return the seconds that it took. UserError if the sum is wrong.
+
+        The ranks start together, from a barrier. The values lie in the cache as far as they fit, as
+        gradients do.
+        """
+        for tensor in self.tensors:
+            for part, values in side_by_side(tensor, self.own):
+                part.copy_(values)
+        synchronize(self.backend.device)
+        self.backend.barrier()
+        began = time.perf_counter()
+        self.reduce()
+        synchronize(self.backend.device)
+        seconds = time.perf_counter() - began
+        wrong = sum(
+            int((part != values).sum())
+            for tensor in self.tensors
+            for part, values in side_by_side(tensor, self.expected)
+        )
+        if wrong:
+            raise UserError(
+                f"the all-reduce of {self.case} ({self.bytes} bytes) is wrong on rank "
+                f"{self.world.rank}, in {wrong} elements. Nothing measured with this build can be "
+                "trusted: rebuild it, or leave it out"
+            )
+        return seconds
 
 
-def time_message(
-    backend: Backend, world: World, elements: Sequence[int], wire: WireFormat, seconds: float
-) -> dict[str, Any]:
-    """Time the allreduce of fp32 tensors with so many elements; as many repetitions as fit into
-    `seconds`. Also counts what is wrong in the last sums.
+def elements_of(message: str) -> list[int]:
+    """Return the number of fp32 elements of each tensor of a message: `4K`, `256M` or `4096` bytes;
+    or a torchvision model's gradients, as one tensor (`resnet50.fused`) or as one tensor for each
+    parameter, in backward order (`resnet50.layers`)."""
+    model, _, form = message.rpartition(".")
+    if not model:
+        return [size_bytes(message) // FP32_BYTES]
+    from torchvision.models import get_model  # takes a second, and only this needs it
 
-    The ranks start each repetition together, from a barrier, with fresh values, which lie in the
-    cache as far as they fit, as gradients do. A repetition takes as long as its slowest rank.
-    """
-    tensors = [torch.empty(n, dtype=torch.float32, device=backend.device) for n in elements]
-    longest = max(elements)
-    own = pattern_of(world, [world.rank], longest).to(backend.device)
-    expected = pattern_of(world, range(world.size), longest).to(backend.device)
-    reduce = backend.prepare(tensors, wire)
+    try:
+        with torch.device("meta"):
+            network = get_model(model)
+    except ValueError:
+        raise UserError(
+            f"--model {model}: torchvision has no such model; `python -c 'import "
+            "torchvision.models as m; print(*m.list_models(m))'` lists them"
+        ) from None
+    layers = [parameter.numel() for parameter in network.parameters()][::-1]
+    return layers if form == "layers" else [sum(layers)]
 
-    def repeat(times: int) -> list[float]:
-        """Seconds of each repetition, on its slowest rank."""
-        spent = []
-        for _ in range(times):
-            for tensor in tensors:
-                tensor.copy_(own[: len(tensor)])
-            synchronize(backend.device)
-            backend.barrier()
-            began = time.perf_counter()
-            reduce()
-            synchronize(backend.device)
-            spent.append(time.perf_counter() - began)
-        rows = Ranks(world, backend.sum_over_ranks).rows(torch.tensor(spent, dtype=torch.float64))
-        return list(rows.amax(dim=0).tolist())
 
-    for _ in range(2):  # the first one pays for connections and page faults
-        (warm,) = repeat(1)
-    times = repeat(min(max(int(seconds / warm), MIN_REPETITIONS), MAX_REPETITIONS))
-    return {
-        "bytes": FP32_BYTES * sum(elements),  # as the user sees it, whatever the wire makes of it
-        "tensors": len(elements),
-        "repetitions": len(times),
-        "seconds_median": median(times),
-        "seconds": [float(f"{value:.4g}") for value in times],
-        "wrong_elements": sum(int((tensor != expected[: len(tensor)]).sum()) for tensor in tensors),
-    }
+def size_bytes(text: str) -> int:
+    """Return the bytes of `4096`, `4K` or `256M`."""
+    found = re.fullmatch("([0-9]+)([KMG]?)", text)
+    size = int(found[1]) * UNITS[found[2]] if found else 0
+    if size == 0 or size % FP32_BYTES:
+        raise UserError(
+            f"--sizes {text}: is no size; write 4096, 4K or 256M, a multiple of 4 bytes"
+        )
+    return size
 
 
 def synchronize(device: torch.device) -> None:
@@ -212,9 +178,9 @@ def synchronize(device: torch.device) -> None:
 # -- Values whose sum is known, and exact in fp32 and in fp16, in whatever order it is formed ------
 
 
-def pattern_of(world: World, ranks: Iterable[int], length: int) -> torch.Tensor:
-    """What the sum over these ranks is: fp32 [length]. Rank r brings (i + r) mod n at position i,
-    so that all partial sums are whole and exact in fp16."""
+def pattern_of(world: World, ranks: Iterable[int]) -> torch.Tensor:
+    """Return the sum over these ranks, in fp32, of the values that repeat along a message. Rank r
+    brings (i + r) mod n at position i, so that all partial sums are whole and exact in fp16."""
     values = min(PATTERN_LENGTH, EXACT_INTEGERS // world.size + 1)
     if values < 2:
         raise UserError(
@@ -223,4 +189,13 @@ def pattern_of(world: World, ranks: Iterable[int], length: int) -> torch.Tensor:
         )
     members = list(ranks)
     period = [sum((position + rank) % values for rank in members) for position in range(values)]
-    return torch.tensor(period, dtype=torch.float32).repeat(length // values + 1)[:length]
+    return torch.tensor(period, dtype=torch.float32).repeat(PATTERN_REPEATS)
+
+
+def side_by_side(
+    tensor: torch.Tensor, pattern: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parts of a tensor, each with the values that it has if the pattern repeats."""
+    whole = len(tensor) // len(pattern) * len(pattern)
+    rest = tensor[whole:]
+    return [(tensor[:whole].view(-1, len(pattern)), pattern), (rest, pattern[: len(rest)])]

@@ -262,7 +262,8 @@ class MadeUpBlocks:
     scatters. It notes what it has measured. `error`, if there is one, comes after so many blocks.
     """
 
-    def __init__(self, speed: Callable[[Run], float], scatter: float) -> None:
+    def __init__(self, speed: Callable[[Run], float], scatter: float, unit: str = "images") -> None:
+        self.unit, self.ranks = unit, 2  # of a user's own script
         self.speed, self.scatter, self.disturbed = speed, scatter, 0.0
         self.error: BaseException | None = None
         self.error_after = 0
@@ -273,13 +274,15 @@ class MadeUpBlocks:
         cases: Sequence[Sequence[Run]],
         plan: Plan,
         folder: Path,
-        number: int,
         report: Callable[[str], None],
     ) -> list[BlockLine]:
-        [sides] = cases
         if self.error is not None and len(self.folders) >= self.error_after:
             raise self.error
-        noise = random.Random(number)  # the same in every folder
+        self.folders.append(folder)
+        return [self.line(sides, plan) for sides in cases]
+
+    def line(self, sides: Sequence[Run], plan: Plan) -> BlockLine:
+        noise = random.Random(sides[0].block)  # the same in every folder
         speeds = [
             (side.side, at, self.speed(side) * noise.lognormvariate(0.0, self.scatter))
             for at in range(plan.rounds)
@@ -287,10 +290,17 @@ class MadeUpBlocks:
         ]
         turns = tuple(Turn(name, at, 64 / speed, 64, 0.001) for name, at, speed in speeds)
         order, seconds = tuple(side.side for side in sides), 60.0 + self.disturbed
-        block = Block(number, order, turns, seconds=seconds, disturbed_seconds=self.disturbed)
-        self.folders.append(folder)
+        block = Block(
+            sides[0].block,
+            order,
+            turns,
+            steps=dict.fromkeys(order, 1),
+            seconds=seconds,
+            disturbed_seconds=self.disturbed,
+            unit=self.unit,
+        )
         self.orders.append(order)
-        line = BlockLine(
+        return BlockLine(
             case=sides[0].case,
             workers=sides[0].workers,
             block=block,
@@ -298,9 +308,8 @@ class MadeUpBlocks:
                 side.side: SideLine(
                     command="",
                     settings=NO_SETTINGS,
-                    environment=asdict(an_environment(world_size=side.workers)),
+                    environment=asdict(an_environment(world_size=side.workers or self.ranks)),
                 )
                 for side in sides
             },
         )
-        return [line]

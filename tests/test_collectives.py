@@ -1,21 +1,24 @@
-"""The benchmark of collectives: its measuring loop, its reading of folders, and real launches."""
+"""The all-reduce alone: the loop on each rank, the plan, the table, and real launchers."""
 
 import json
 import re
-import sys
-from itertools import product
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from launching import run, words_of
+from records import MadeUpBlocks
 
 from compare import collectives
-from compare.collectives import BACKENDS, main, size_bytes
-from compare.page.allreduce import read_measurement, table, text_report
-from compare.plan.plan import Outcome
-from recipe import allreduce_loop as allreduce
-from recipe.allreduce_loop import Backend, pattern_of
+from compare.collectives import BACKENDS, main
+from compare.evidence.record import Record, read_comparison
+from compare.page.allreduce import figures_of
+from compare.plan.configurations import ENGINES
+from compare.plan.plan import Run
+from compare.running.scheduler import MeasurementError
+from recipe import allreduce_loop
+from recipe.allreduce_loop import Backend, Message, elements_of, pattern_of
 from recipe.errors import UserError
 from recipe.world import World
 
@@ -27,343 +30,271 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size, "mpirun", "here")
 
 
-# -- The measuring loop ----------------------------------------------------------------------------
+# -- The loop on each rank -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 64, 293, 2048])
-def test_sums_are_exact_on_the_fp16_wire_in_any_order(size):
-    rows = torch.stack([pattern_of(world_of(rank, size), [rank], 7) for rank in range(size)])
+def test_sums_are_exact_on_the_fp16_wire_in_any_order(size: int) -> None:
+    rows = torch.stack([pattern_of(world_of(rank, size), [rank])[:7] for rank in range(size)])
     for order in (torch.arange(size), torch.randperm(size)):
         total = torch.zeros(7, dtype=torch.float16)
         for row in rows[order]:
             total += row.half()
-        assert torch.equal(total.float(), pattern_of(world_of(0, size), range(size), 7))
+        assert torch.equal(total.float(), pattern_of(world_of(0, size), range(size))[:7])
 
 
-def test_a_missing_or_doubled_rank_changes_the_sum():
-    expected = pattern_of(world_of(0, 4), range(4), 7)
+def test_a_missing_or_doubled_rank_changes_the_sum() -> None:
+    expected = pattern_of(world_of(0, 4), range(4))
     for rank in range(4):
-        own = pattern_of(world_of(rank, 4), [rank], 7)
+        own = pattern_of(world_of(rank, 4), [rank])
         assert own.any(), "it is missed, and counts twice if it comes twice"
-        assert not torch.equal(expected, pattern_of(world_of(0, 4), {*range(4)} - {rank}, 7))
+        assert not torch.equal(expected, pattern_of(world_of(0, 4), {*range(4)} - {rank}))
     with pytest.raises(UserError, match="2049 ranks"):
-        pattern_of(world_of(0, 2049), [0], 7)
+        pattern_of(world_of(0, 2049), [0])
 
 
-class PairOfRanks(Backend):
-    """Rank 0 of two, of which the other exists only in what the sums bring in."""
+@dataclass
+class OtherRank:
+    """Rank 1 of two, as rank 0 sees it; its clock shows what the sums and barriers took."""
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack([values[0], values[0] + 100.0])
+    wrong_from: float = float("inf")  # the number of the sum from which it brings nothing
+    now: float = 0.0
+    sums: int = 0
+    wires: list[str] = field(default_factory=list)
 
+    def backend(self) -> Backend:
+        return Backend("thin air", torch.device("cpu"), self.prepare, self.wait)
 
-def timed(reduce, elements: tuple[int, ...], seconds: float = 0.01) -> dict:
-    """What is measured of an engine that sums by `reduce(tensors)`."""
-    backend = PairOfRanks(
-        name="made-up",
-        transport="thin air",
-        device=torch.device("cpu"),
-        versions={},
-        prepare=lambda tensors, wire: lambda: reduce(tensors),
-        barrier=lambda: None,
-        close=lambda: None,
-    )
-    return allreduce.time_message(backend, world_of(0, 2), elements, "fp32", seconds)
+    def prepare(self, tensors: Any, wire: str) -> Any:
+        self.wires.append(wire)
+        return lambda: self.reduce(tensors)
 
+    def reduce(self, tensors: Any) -> None:
+        self.sums, self.now = self.sums + 1, self.now + 3.0
+        pattern = pattern_of(world_of(1, 2), [1])
+        for tensor in tensors if self.sums < self.wrong_from else ():
+            tensor += pattern.repeat(len(tensor) // len(pattern) + 1)[: len(tensor)]
 
-def add_the_other(tensors) -> None:
-    for tensor in tensors:
-        tensor += pattern_of(world_of(1, 2), [1], len(tensor))
+    def wait(self) -> None:
+        self.now += 100.0
 
-
-def test_a_repetition_takes_as_long_as_its_slowest_rank():
-    line = timed(add_the_other, (11,))
-    assert line["bytes"] == 44 and line["wrong_elements"] == 0
-    assert line["repetitions"] == len(line["seconds"]) == allreduce.MIN_REPETITIONS
-    assert timed(add_the_other, (1,), 1e9)["repetitions"] == allreduce.MAX_REPETITIONS
-    assert all(seconds >= 100 for seconds in [*line["seconds"], line["seconds_median"]])
+    def perf_counter(self) -> float:
+        return self.now
 
 
-def test_sums_are_checked_afresh_after_the_last_repetition():
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
+    other = OtherRank()
+    monkeypatch.setattr(allreduce_loop, "time", other)
+    return other
+
+
+def test_the_sum_alone_is_timed(other: OtherRank) -> None:
+    for case, num_bytes in (("4-fp32", 4), ("64K-fp16", 65536)):  # less and more than the pattern
+        message = Message(case, other.backend(), world_of(0, 2))
+        assert message.sum() == message.sum() == 3.0 and message.bytes == num_bytes
+    assert other.wires == ["fp32", "fp16"]
+
+
+def test_each_sum_is_checked_afresh(other: OtherRank) -> None:
     """An engine that is right at first, and then hands back what it had, must not pass."""
-    calls = []
-
-    def right_once(tensors):
-        if not calls:
-            add_the_other(tensors)
-        calls.append(1)
-
-    assert timed(right_once, (10, 20))["wrong_elements"] > 0
+    other.wrong_from = 2
+    message = Message("4K-fp16", other.backend(), world_of(0, 2))
+    message.sum()
+    with pytest.raises(UserError, match=r"4K-fp16 \(4096 bytes\) is wrong on rank 0, in \d+ elem"):
+        message.sum()
 
 
-def test_a_model_s_gradients_come_last_layer_first():
+class Turns:
+    """Asks for these cases, one sum of each, and notes what the loop says of them."""
+
+    transport = ""
+    weights: Any = None
+
+    def __init__(self, *cases: str) -> None:
+        self.case, self.cases, self.done = "", list(cases), list[tuple[str, float, float]]()
+
+    def step_ended(self, *, unit: str, amount: float, seconds: float) -> None:
+        assert unit == "bytes"
+        self.done.append((self.case, amount, seconds))
+        if not self.cases:
+            raise EOFError
+        self.case = self.cases.pop(0)
+
+
+def test_the_loop_sums_what_each_turn_asks_for(other: OtherRank) -> None:
+    turns = Turns("8K-fp32", "squeezenet1_1.layers-fp16", "8K-fp32")
+    with pytest.raises(EOFError):
+        allreduce_loop.sum_for_ever(lambda *_: other.backend(), world_of(0, 2), turns)
+    layers = 4 * sum(elements_of("squeezenet1_1.layers")) / 2  # each of two ranks brings a half
+    first, *others = turns.done
+    assert first == ("", 2048.0, 3.0)
+    assert [amount for _, amount, _ in others] == [4096.0, layers, 4096.0]
+    assert turns.transport == "thin air" and turns.weights().keys() == {"sum"}
+
+
+def test_a_model_s_gradients_come_last_layer_first() -> None:
     from torchvision.models import squeezenet1_1
 
     sizes = [parameter.numel() for parameter in squeezenet1_1().parameters()]
-    messages = allreduce.model_messages("squeezenet1_1")
-    assert messages == {"model fused": [sum(sizes)], "model layers": sizes[::-1]}
+    assert elements_of("squeezenet1_1.layers") == sizes[::-1]
+    assert elements_of("squeezenet1_1.fused") == [sum(sizes)]
     with pytest.raises(UserError, match="--model resnet51"):
-        allreduce.model_messages("resnet51")
+        elements_of("resnet51.fused")
 
 
-# -- Reading a folder and showing it ---------------------------------------------------------------
-
-
-def write_folder(
-    folder: Path, times: dict[str, list[float]], failed: str = "", load: float = 0.1
-) -> Path:
-    """Write a folder as a measurement leaves it. `times`: each block's seconds of the smallest
-    message; others take longer in proportion, the fp16 wire twice as long. In the last block the
-    launch of `failed` does."""
-    blocks = max(map(len, times.values()))
-    plan = {
-        "backends": list(times),
-        "workers": 4,
-        "blocks": blocks,
-        "wires": ["fp32", "fp16"],
-        "model": "resnet50",
-        "cores": 8,
-        "warnings": ["the machine is busy"],
-    }
-    folder.mkdir(parents=True)
-    (folder / "collectives.json").write_text(json.dumps(plan))
-    messages = {"4096": 4096, str(1 << 28): 1 << 28, "model layers": 1 << 26}
-    for name, of_blocks in times.items():
-        for block, seconds in enumerate(of_blocks, start=1):
-            lines = [
-                {
-                    "kind": "world",
-                    "backend": name,
-                    "transport": "MPI",
-                    "device": "cpu",
-                    "device_name": "A processor",
-                    "hosts": ["a", "b"],
-                    "versions": {"x": "1"},
-                    "ranks": 4,
-                    "threads": 1,
-                }
-            ]
-            for (message, size), wire in product(messages.items(), ("fp32", "fp16")):
-                if (name, wire) != ("mpi4py", "fp16"):
-                    value = seconds * size / 4096 * (2 if wire == "fp16" else 1)
-                    lines.append(
-                        {
-                            "kind": "allreduce",
-                            "message": message,
-                            "bytes": size,
-                            "wire": wire,
-                            "tensors": 1,
-                            "seconds_median": value,
-                        }
-                    )
-            lines.append({"kind": "copy", "bytes": 1 << 28})  # as earlier versions wrote
-            place = folder / f"block-{block}" / name
-            place.mkdir(parents=True)
-            status = "failed" if (name, block) == (failed, blocks) else "completed"
-            (place / "outcome.json").write_text(json.dumps({"status": status, "other_load": load}))
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (place / "measurements.jsonl").write_text(text)
-    return folder
-
-
-TIMES = {
-    "torch.distributed": [1.0e-3, 2.0e-3, 4.0e-3],
-    "horovod-mpi": [2.0e-3, 4.2e-3, 8.1e-3],
-    "horovod-gloo": [1.1e-3, 1.8e-3, 4.0e-3],
-    "mpi4py": [0.1e-3, 0.21e-3, 0.39e-3],
-}
-
-
-def test_figures(tmp_path):
-    """Bandwidths are those of nccl-tests. Times drift fourfold from block to block; ratios, paired
-    by block, hardly do."""
-    measurement = read_measurement(write_folder(tmp_path / "m", TIMES))
-    first = measurement.figures["torch.distributed", "4096", "fp32"]
-    assert first.seconds == 2.0e-3 and measurement.rivals(first) == []
-    assert first.busbw == pytest.approx(4096 / 2.0e-3 * 2 * 3 / 4)
-    mine, half = (measurement.figures["horovod-mpi", "4096", wire] for wire in ("fp32", "fp16"))
-    assert half.bytes == 4096  # the payload as the user sees it
-    assert half.busbw == pytest.approx(mine.busbw / 2)
-    assert measurement.rivals(mine) == [first]
-    assert [other.wire for other in measurement.rivals(half)] == ["fp16", "fp32"]
-    speed = mine.speed_against(first)
-    assert speed.ratios == pytest.approx((1 / 2, 1 / 2.1, 1 / 2.025)) and speed.high < 0.6
-    assert half.speed_against(mine).ratio == pytest.approx(0.5)
-
-
-def test_what_is_said_is_narrow_and_names_what_is_not_available(tmp_path):
-    measurement = read_measurement(write_folder(tmp_path / "m", TIMES))
-    report = text_report(measurement)
-    assert max(map(len, report.splitlines())) <= 100
-    # mpi4py on the fp16 wire, of each message
-    assert sum(line.endswith(" -") for line in table(measurement).splitlines()) == 3
-    speeds = {tuple(re.split("  +", line.strip())) for line in report.splitlines()}
-    against = "torch.distributed fp32"
-    assert ("4 KiB", "horovod-mpi fp32", against, "0.49", "0.46 to 0.52", "decided") in speeds
-    assert ("4 KiB", "horovod-gloo fp32", against, "1.003", "0.782 to 1.287") in speeds
-    assert "warning: the machine is busy" in report and "kept cores busy" not in report
-
-
-def test_a_backend_of_which_a_launch_failed_has_no_figures(tmp_path, capsys):
-    folder = write_folder(tmp_path / "m", TIMES, failed="horovod-mpi", load=1.5)
-    assert main(["--show", str(folder)]) == 1
-    shown = capsys.readouterr().out
-    assert "horovod-mpi: FAILED" in shown and "horovod-mpi fp32" not in shown
-    assert "mpi4py fp32" in shown
-    assert "launches other processes kept cores busy, 1.5 of 8 at worst" in shown
-
-
-def test_an_interrupted_measurement_shows_its_complete_blocks(tmp_path):
-    times = {name: values[: 3 if name == "mpi4py" else 2] for name, values in TIMES.items()}
-    measurement = read_measurement(write_folder(tmp_path / "m", times))
-    assert measurement.complete_blocks == 2
-    assert all(len(one.seconds_of_blocks) == 2 for one in measurement.figures.values())
-    report = text_report(measurement)
-    assert "too few blocks" in report and "2 of 3 blocks are complete" in report
-
-
-def test_an_interrupted_measurement_decides_nothing(tmp_path):
-    folder = write_folder(tmp_path / "m", TIMES)
-    assert re.search("decided$", text_report(read_measurement(folder)), re.MULTILINE)
-    plan = json.loads((folder / "collectives.json").read_text())
-    (folder / "collectives.json").write_text(json.dumps(plan | {"blocks": 5}))
-    report = text_report(read_measurement(folder))
-    assert not re.search("  decided$", report, re.MULTILINE)
-    assert "3 of 5 blocks are complete, so nothing is decided" in report
-
-
-def test_launches_that_differ_decide_nothing(tmp_path):
-    folder = write_folder(tmp_path / "m", TIMES)
-    path = folder / "block-2/horovod-mpi/measurements.jsonl"
-    path.write_text(path.read_text().replace('"threads": 1', '"threads": 2'))
-    report = text_report(read_measurement(folder))
-    assert not re.search("  decided$", report, re.MULTILINE)
-    assert "horovod-mpi: 2" in report.replace("\n  ", " ")
-
-
-def test_a_folder_without_figures_is_refused(tmp_path, capsys):
-    assert main(["--show", str(tmp_path)]) == 2
-    assert "holds no measurement" in capsys.readouterr().err
-    folder = write_folder(tmp_path / "m", {"mpi4py": [1e-3]}, failed="mpi4py")
-    with pytest.raises(UserError, match=r"output\.log"):
-        read_measurement(folder)
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "said"),
-    [
-        ("collectives.json", "[]", "is not a JSON object"),
-        ("block-2/mpi4py/outcome.json", '{"status": 7}', "status = 7"),
-        ("collectives.json", '{"backends": ["mpi4py"]}', "missing required field `blocks`"),
-        ("block-2/mpi4py/measurements.jsonl", '{"kind": "allr', "is not a JSON object"),
-        (
-            "block-2/mpi4py/measurements.jsonl",
-            '{"kind": "world"}',
-            "missing required field `transport`",
-        ),
-        ("block-2/mpi4py/measurements.jsonl", "", "lacks what it was measured on"),
-    ],
-)
-def test_a_damaged_file_is_one_message(file, text, said, tmp_path, refusal):
-    folder = write_folder(tmp_path / "m", TIMES)
-    (folder / file).write_text(text)
-    message = refusal(main, ["--show", str(folder)])
-    assert said in message and Path(file).name in message
-
-
-def test_a_lost_line_does_not_mix_messages(tmp_path, refusal):
-    folder = write_folder(tmp_path / "m", TIMES)
-    path = folder / "block-2/mpi4py/measurements.jsonl"
-    first, _, *others = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([first, *others]))
-    assert "block 1 holds other messages" in refusal(main, ["--show", str(folder)])
-
-
-def test_the_file_holds_the_figures_of_the_table(tmp_path):
-    folder = write_folder(tmp_path / "m", TIMES)
-    assert main(["--show", str(folder), "--json", str(tmp_path / "figures.json")]) == 0
-    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
-    assert len(figures) == 3 * 2 * 3 + 3
-    assert figures[0]["speeds"] == []
-    assert {"against", "low", "high", "ratio"} <= figures[-1]["speeds"][0].keys()
-
-
-def test_the_recorded_result_still_shows(capsys):
-    assert main(["--show", str(ROOT / "results/xeon-2-cores/2026-11-21-allreduce")]) == 0
-    shown = capsys.readouterr().out
-    for row in (r"256 MiB  fp32 +349  0\.768 +192  1\.398", "model layers .* 3.53 .* decided"):
-        assert re.search(row, shown)
-
-
-def test_sizes_are_read_as_they_are_written():
-    assert [size_bytes(text) for text in ("4096", "4K", "1g")] == [4096, 4096, 1 << 30]
+def test_sizes_are_read_as_they_are_written() -> None:
+    assert [elements_of(text) for text in ("4096", "4K", "1G")] == [[1024], [1024], [1 << 28]]
     for text in ("0", "6", "4T", "K"):
         with pytest.raises(UserError, match=f"^--sizes {text}: is no size; write 4096, 4K"):
-            size_bytes(text)
+            elements_of(text)
+
+
+# -- Measured, recorded and shown ------------------------------------------------------------------
+
+
+# The bytes/s at which each backend sums, and how long it takes at least, in s: on the fp16 wire it
+# is half as fast. mpi4py is ten times as fast as torch.distributed, Horovod half as fast.
+SPEEDS = {"torch.distributed": 1e9, "horovod-mpi": 0.5e9, "horovod-gloo": 1e9, "mpi4py": 1e10}
+
+
+def bytes_per_second(side: Run) -> float:
+    return SPEEDS[side.side] / (2 if side.case.endswith("-fp16") else 1)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeUpBlocks:
+    """Stands for real launches of these backends."""
+    blocks = MadeUpBlocks(bytes_per_second, 0.01, unit="bytes")
+    monkeypatch.setattr("compare.running.comparison.run_blocks", blocks)
+    monkeypatch.setattr("compare.running.checks.missing_for", lambda configuration: "")
+    monkeypatch.setattr("compare.running.checks.warn", lambda plan, folder: [])
+    monkeypatch.chdir(tmp_path)
+    return blocks
+
+
+def collect(*words: str) -> int:
+    return main(["--backends", *SPEEDS, "--out", "out", "--model", "none", *words])
+
+
+def test_one_launch_a_block_measures_all_cases(measured: MadeUpBlocks) -> None:
+    assert collect("--sizes", "4K", "1M") == 0
+    record = read_comparison(Path("out"))
+    assert [group.case for group in record.groups] == ["4K-fp32", "4K-fp16", "1M-fp32", "1M-fp16"]
+    assert [group.num_blocks for group in record.groups] == [3] * 4
+    assert measured.folders == [Path(f"out/turns/4K-fp32/block-{number}") for number in (1, 2, 3)]
+
+
+def test_figures(measured: MadeUpBlocks) -> None:
+    """Bandwidths are those of nccl-tests."""
+    measured.ranks = 4
+    assert collect("--sizes", "64", "--workers", "4") == 0
+    figures = {(one.wire, one.backend): one for one in figures_of(read_comparison(Path("out")))}
+    first, half = figures["fp32", "torch.distributed"], figures["fp16", "horovod-mpi"]
+    assert first.algbw == pytest.approx(1e9, rel=0.05) and first.message == "64 B"
+    assert first.busbw == pytest.approx(first.algbw * 2 * 3 / 4)
+    assert first.seconds == pytest.approx(64 / first.algbw)
+    assert first.against_first is first.against_fp32 is None and first.decision == "undecided"
+    assert half.bytes == 64, "the payload as the user sees it"
+    assert half.against_first and half.against_first.ratio == pytest.approx(0.5, rel=0.05)
+    assert half.against_fp32 and half.against_fp32.ratio == pytest.approx(0.5, rel=0.05)
+    assert half.decision == "slower" and figures["fp32", "mpi4py"].decision == "faster"
+    assert figures["fp32", "horovod-gloo"].decision != "faster"
+
+
+def test_the_table_and_the_file_hold_the_figures(
+    measured: MadeUpBlocks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert collect("--sizes", "64", "--json", "figures.json") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"64 B +fp32 +torch.distributed +0\.0000\d+ +(1\.0|0\.9)\d+ ", shown)
+    assert re.search(r"\n +horovod-mpi .* 0\.\d+ \(0\.\d+ to 0\.\d+\) \*", shown)
+    written = json.loads(Path("figures.json").read_text())
+    assert len(written["figures"]) == 2 * len(SPEEDS) and written["blocks"] == 3
+    assert {"low", "high", "ratio"} <= written["figures"][-1]["against_fp32"].keys()
+    assert main(["--show", "out"]) == 0
+    assert capsys.readouterr().out.strip() in shown
+
+
+def test_what_is_unfinished_decides_nothing(
+    measured: MadeUpBlocks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured.error, measured.error_after = MeasurementError("mpi4py ended"), 2
+    assert collect("--sizes", "64") == 2
+    assert "mpi4py ended" in capsys.readouterr().err
+    assert main(["--show", "out"]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: unfinished, so nothing is decided: 2 of 3 blocks" in shown
+    assert not re.search(r"\d\) \*", shown)
+
+
+def test_one_backend_alone_is_measured(
+    measured: MadeUpBlocks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--backends", "mpi4py", "--sizes", "64", "--wires", "fp32", "--model", "none"]
+    assert main([*words, "--blocks", "1"]) == 0
+    assert re.search("64 B +fp32 +mpi4py", capsys.readouterr().out)
+
+
+def test_another_comparison_is_not_shown(measured: MadeUpBlocks, refusal: Any) -> None:
+    measured.unit = "images"
+    assert collect("--sizes", "64") == 2
+    assert "holds no measurement of all-reduces" in refusal(main, ["--show", "out"])
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--workers", "1"], "--workers 1"),
-        (["--seconds", "0"], "--seconds 0"),
+        (["--blocks", "0"], "--blocks, "),
         (["--hosts", "a:1,b:1", "--workers", "3"], "fewer slots"),
         (["--json", "nowhere/at/all.json"], "nowhere/at"),
+        (["--sizes", "6"], "--sizes 6: is no size"),
+        (["--model", "resnet51"], "--model resnet51"),
+        (["--backends", "gloo"], "--backends gloo"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_started(words, told, tmp_path, capsys, monkeypatch):
+def test_mistakes_are_told_before_anything_is_started(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_installed_is_told_and_never_left_out_in_silence(tmp_path, monkeypatch, capsys):
+def test_what_is_not_installed_is_told_and_never_left_out_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("compare.running.checks.has_horovod", lambda: False)
-    assert main(["--backends", "horovod-mpi"]) == 2
-    assert "horovod_train/build_horovod.py" in capsys.readouterr().err
-    monkeypatch.setattr(collectives, "start_command", lambda *_: Outcome("failed"))
-    monkeypatch.setattr(collectives, "shown_tail", lambda place: "")
-    assert main(["--out", str(tmp_path / "out")]) == 2
-    told = capsys.readouterr().out
-    for name in ("horovod-mpi", "horovod-gloo"):
-        assert f"warning: {name}: not available" in told
-    plan = json.loads((tmp_path / "out" / "collectives.json").read_text())
-    assert plan["backends"] == ["torch.distributed", "torch-mpi", "mpi4py"]
+    with pytest.raises(UserError, match="horovod_train/build_horovod"):
+        collectives.available(["horovod-mpi"])
+    names, warnings = collectives.available([])
+    assert names == ["torch.distributed", "torch-mpi", "mpi4py"]
+    assert [text.partition(":")[0] for text in warnings] == ["horovod-mpi", "horovod-gloo"]
 
 
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
-        ("torch.distributed", {"workers": 3, "hosts": "a:2,b:1"}, "mpirun -x .* -np 3 -H a:2,b:1 "),
-        ("torch-mpi", {}, "ddp_train/torch_allreduce.py .* --transport mpi --no-cuda "),
+        ("torch.distributed", {"workers": 3, "hosts": "a:2,b:1"}, "mpirun .*-np 3 -H a:2,b:1 "),
+        ("torch-mpi", {}, "allreduce_side.py ddp_train/torch_allreduce.py .* mpi --no-cuda$"),
         ("horovod-gloo", {"network_interface": "eth1"}, " GLOO_SOCKET_IFNAME=eth1 "),
     ],
 )
-def test_commands(name, given, told):
+def test_commands(name: str, given: dict[str, Any], told: str) -> None:
     settings = {
         "workers": 2,
         "hosts": None,
         "network_interface": None,
-        "sizes": [4],
-        "wires": ["fp32"],
-        "seconds": 0.1,
         "threads": 1,
-        "model": "none",
-        "cuda": True,
-        **given,
+        "no_cuda": False,
     }
-    assert re.search(told, " ".join(collectives.command(name, settings, Path("x"))))
-
-
-def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path, monkeypatch, capsys):
-    fails = [sys.executable, "-c", "import sys; sys.exit('the wire is cut')"]
-    monkeypatch.setattr(collectives, "command", lambda *_: fails)
-    assert main(["--backends", "torch.distributed", "--out", str(tmp_path / "out")]) == 2
-    told = capsys.readouterr()
-    assert re.search("torch.distributed .* failed", told.out) and "| the wire is cut" in told.out
-    assert "no block is complete" in told.err
-    assert not (tmp_path / "out" / "block-2").exists()
+    assert re.search(told, " ".join(collectives.command(name, **settings | given)))
 
 
 # -- Real launchers --------------------------------------------------------------------------------
@@ -371,13 +302,10 @@ def test_a_failed_launch_is_shown_and_not_tried_again(tmp_path, monkeypatch, cap
 
 # Rank 1 throws its sum away, as a build with a broken copy would.
 SABOTAGE = """
-import sys
-sys.path.insert(0, {root!r})
 from dataclasses import replace
-from recipe import allreduce_loop as allreduce
-from {module} import connect
-def connect_badly(config, world):
-    backend = connect(config, world)
+from {module} import connect as connect_well
+def connect(config, world):
+    backend = connect_well(config, world)
     def prepare(tensors, wire):
         reduce = backend.prepare(tensors, wire)
         def sabotaged():
@@ -386,64 +314,52 @@ def connect_badly(config, world):
                 tensors[0][3] = 99.0
         return sabotaged
     return replace(backend, prepare=prepare)
-allreduce.run("", connect_badly)
 """
 
 
 @pytest.mark.launch
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("launcher", "module", "name"),
+    ("name", "engine", "module"),
     [
-        ("torchrun", "ddp_train.torch_allreduce", "torch.distributed"),
-        ("horovodrun --mpi", "horovod_train.horovod_allreduce", "horovod-mpi"),
+        ("torch.distributed", "ddp", "ddp_train.torch_allreduce"),
+        ("horovod-mpi", "horovod", "horovod_train.horovod_allreduce"),
     ],
 )
-def test_a_wrong_sum_on_any_rank_fails_the_launch(launcher, module, name, tmp_path):
-    script = tmp_path / "sabotage.py"
-    script.write_text(SABOTAGE.format(root=str(ROOT), module=module))
-    command = words_of(launcher, str(script))
-    out = tmp_path / "lines.jsonl"
-    done = run([*command, "--sizes", "4096", "--seconds", "0.01", "--no-cuda", "--out", str(out)])
-    assert done.returncode != 0
-    for part in (name, "4096 bytes", "fp16 wire", "wrong on rank 1, in 1 elements"):
-        assert part in done.output
-    assert not out.exists()
+def test_a_wrong_sum_on_any_rank_fails_the_launch(
+    name: str,
+    engine: str,
+    module: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "bad" / "sabotage.py"
+    script.parent.mkdir()
+    script.write_text(SABOTAGE.format(module=module))
+    monkeypatch.setitem(ENGINES, engine, replace(ENGINES[engine], allreduce=str(script)))
+    words = ["--backends", name, "--sizes", "4K", "--model", "none", "--no-cuda"]
+    assert main([*words, "--blocks", "1", "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    for part in (name, "4K-fp16 (4096 bytes) is wrong on rank 1, in 1 elements"):
+        assert part in told
+    assert not list(Record.open(tmp_path / "out").groups[0].blocks)
 
 
 @pytest.mark.launch
 @pytest.mark.full
-def test_every_engine_sums_right(tmp_path):
+def test_every_engine_sums_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
+    monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.05)
     folder, sizes = tmp_path / "out", ("4", "4096", "4194308")
-    done = run(
-        [
-            sys.executable,
-            "compare/collectives.py",
-            "--sizes",
-            *sizes,
-            "--model",
-            "squeezenet1_1",
-            "--blocks",
-            "1",
-            "--seconds",
-            "0.01",
-            "--no-cuda",
-            "--out",
-            str(folder),
-            "--json",
-            str(tmp_path / "a.json"),
-        ]
-    )
-    assert done.returncode == 0, done.output
-    for name in BACKENDS:
-        place = folder / "block-1" / name
-        text = (place / "measurements.jsonl").read_text()
-        world, *lines = [json.loads(line) for line in text.splitlines()]
-        assert (world["backend"], world["transport"]) == (name, TRANSPORTS[name])
-        wires = ["fp32"] if name == "mpi4py" else ["fp32", "fp16"]
-        assert (world["ranks"], world["threads"], world["wires"]) == (2, 1, wires)
-        messages = (*sizes, "model fused", "model layers")
-        assert [(x["message"], x["wire"]) for x in lines] == [*product(messages, wires)]
-        assert all(len(line["seconds"]) == line["repetitions"] >= 3 for line in lines)
-    figures = json.loads((tmp_path / "a.json").read_text())["figures"]
-    assert len(figures) == 5 * (2 * 5 - 1)
+    words = ["--sizes", *sizes, "--model", "squeezenet1_1", "--blocks", "1", "--no-cuda"]
+    assert main([*words, "--out", str(folder)]) == 0
+    record = read_comparison(folder)
+    used = {side.configuration: side.environment.transport for side in record.sides}
+    assert used == TRANSPORTS
+    messages = ["4 B", "4 KiB", "4 MiB", "squeezenet1_1 fused", "squeezenet1_1 layers"]
+    figures = figures_of(record)
+    assert [*dict.fromkeys(figure.message for figure in figures)] == messages
+    assert len(figures) == 5 * 5 * 2 and {figure.wire for figure in figures} == {"fp32", "fp16"}
+    for block in (block for group in record.groups for block in group.blocks):
+        assert len({*block.weights.values()}) == 1, "all backends come to the same bits"

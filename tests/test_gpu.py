@@ -201,8 +201,8 @@ def test_all_reduce(dry: bool, tmp_path: Path, note: Note) -> None:
     words = "--workers 2 --blocks 1 --model none --wires fp32 --backends torch.distributed --out "
     words += f"{tmp_path} --json {tmp_path}/figures.json --sizes {sizes}"
     run([sys.executable, "compare/collectives.py", *words.split()], NCCL_DEBUG="INFO").checked()
-    log = (tmp_path / "block-1/torch.distributed/output.log").read_text(errors="replace")
-    via = Counter(re.findall(r" via (\S+)", log))
+    [log] = tmp_path.rglob("torch.distributed/0/output.log")
+    via = Counter(re.findall(r" via (\S+)", log.read_text(errors="replace")))
     note(measured=read_json(tmp_path / "figures.json"), nccl_via=dict(via))
     assert dry or via, "NCCL names no transport"
 

@@ -288,7 +288,7 @@ def test_sides_take_turns_and_leave_nothing(
     ]
     lines: list[str] = []
     folder = tmp_path / "block-1"
-    [line] = run_blocks([sides], Plan(rounds=2), folder, 1, lines.append)
+    [line] = run_blocks([sides], Plan(rounds=2), folder, lines.append)
     found = line.block
     assert marked(str(tmp_path)) == []
     assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
@@ -332,7 +332,7 @@ def test_one_launch_measures_all_cases(tmp_path: Path, monkeypatch: pytest.Monke
     )
     cases, lines = [plan.in_order(1, *group) for group in plan.groups()], list[str]()
     began = time.monotonic()
-    measured = run_blocks(cases, plan, tmp_path / "block-1", 1, lines.append)
+    measured = run_blocks(cases, plan, tmp_path / "block-1", lines.append)
     blocks = [line.block for line in measured]
     assert [line.case for line in measured] == ["small", "large"]
     assert sum(block.seconds for block in blocks) <= time.monotonic() - began
@@ -388,7 +388,7 @@ def test_a_known_delay_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         script_side(tmp_path, "usual"),
         script_side(tmp_path, "late", environment={DELAY: "3"}),
     ]
-    [line] = run_blocks([sides], Plan(rounds=3, steps=10), tmp_path / "block-1", 1, print)
+    [line] = run_blocks([sides], Plan(rounds=3, steps=10), tmp_path / "block-1", print)
     block = line.block
     assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
 
@@ -411,7 +411,7 @@ def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
 def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
     one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "at-start", "exit('alas')")
     with pytest.raises(MeasurementError, match=r"^at-start ended with exit code 1:\n  \| alas"):
-        run_blocks([[one, dies]], PLAN, tmp_path / "block-1", 1, print)
+        run_blocks([[one, dies]], PLAN, tmp_path / "block-1", print)
     dies = script_side(tmp_path, "later")
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(one, dies)
@@ -490,7 +490,7 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
         log = tmp_path / f"block-1.failed-{attempt}/large/0/output.log"
         said = "large ended .* memory together: give --measure runs(.|\n)*not now\n  all of it: "
         with pytest.raises(MeasurementError, match=f"{said}{re.escape(str(log))}$"):
-            run_blocks([sides], PLAN, tmp_path / "block-1", 1, print)
+            run_blocks([sides], PLAN, tmp_path / "block-1", print)
         assert log.exists()
 
 
@@ -534,7 +534,7 @@ DistributedDataParallel.forward = lambda network, *images: network.module(*image
 def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) -> None:
     folder, skips, plan = tmp_path / "block-1", tmp_path / "skips", Plan(steps=2, rounds=3)
     honest = trainer(flags=SMALL)
-    block = run_blocks([[honest]], plan, folder, 1, print)[0].block
+    block = run_blocks([[honest]], plan, folder, print)[0].block
     assert {turn.images for turn in block.turns} == {16}
     assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
         block.of("ablation")
@@ -545,7 +545,7 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     (skips / "sitecustomize.py").write_text(SKIPS)
     cheat = trainer(flags=SMALL, environment={"PYTHONPATH": str(skips)})
     with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
-        run_blocks([[cheat]], plan, tmp_path / "block-2", 2, print)
+        run_blocks([[cheat]], plan, tmp_path / "block-2", print)
 
 
 # Runs a trainer as a side does, and says what a step behind the warm-up loads, opens or writes.

@@ -61,14 +61,17 @@ def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
     return [estimate for group in groups for estimate in group.estimates.values()]
 
 
-def next_group(plan: Plan, groups: Sequence[Group]) -> Group:
-    """Return the group to measure next: of those that need more blocks, the one with the fewest."""
+def next_groups(plan: Plan, groups: Sequence[Group]) -> Sequence[Group]:
+    """Return the groups to measure next: all where they share a launch, or whole runs are made;
+    else, of those that need more blocks, the one with the fewest."""
+    if plan.shares_launch or plan.measure == "runs":
+        return groups
     wide = [
         group
         for group in groups
         if not group.num_blocks or not is_enough(group.estimates.values(), plan)
     ]
-    return min((plan.blocks is None and wide) or groups, key=lambda group: group.num_blocks)
+    return [min((plan.blocks is None and wide) or groups, key=lambda group: group.num_blocks)]
 
 
 def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
@@ -78,13 +81,11 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
     blocks = min(group.num_blocks for group in groups)
     if not blocks:
         return ""
-    # In whole runs, a block of every group is measured at a time.
-    following = [next_group(plan, groups)] if plan.measure == "turns" else groups
     return reason_to_stop(
         estimates_of(groups),
         blocks,
         sum(group.seconds for group in groups),
-        sum(group.block_seconds for group in following),
+        sum(group.block_seconds for group in next_groups(plan, groups)),
         plan,
     )
 

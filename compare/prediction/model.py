@@ -56,7 +56,7 @@ class Cluster:
         return self.hosts * self.workers_per_host
 
 
-# Measured on a host of two cores (results/xeon-2-cores/2026-11-21-allreduce): Gloo through the
+# Measured on a host of two cores, with compare/collectives.py on 21 November 2026: Gloo through the
 # loopback device, MPI through shared memory. The processors move these bytes themselves, so the
 # only limit is their speed.
 ON_CPUS = {

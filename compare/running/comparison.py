@@ -18,7 +18,7 @@ from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.reading import read_record
 from compare.evidence.record import FILE, FailureLine, PlanLine, Record, RunLine
 from compare.evidence.runs import read_run_folder
-from compare.evidence.stopping import estimates_of, is_enough, next_group, reason_to_end
+from compare.evidence.stopping import estimates_of, is_enough, next_groups, reason_to_end
 from compare.evidence.words import count, percent_text, place_text, ratio_text
 from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
 from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, sources_sha256
@@ -122,10 +122,13 @@ def measure(plan: Plan, record: Record) -> list[Run]:
             plan = replace(plan, blocks_there=plan.run_blocks + 1)
             if failed := make_missing(plan.runs(), plan, record):
                 return failed
+        left = time_left(plan, record.groups)
+        if plan.shares_launch:
+            print_line(f"block {record.groups[0].num_blocks}   {left}".rstrip())
+            continue
         for old, new in zip(before, record.groups, strict=True):
             if new.num_blocks > old.num_blocks:
                 label = block_label(new, new.num_blocks)
-                left = time_left(plan, record.groups)
                 print_line("   ".join([label, *ratio_texts(new), left]).rstrip())
     print_line(ending_text(plan, record.groups, reason))
     return []
@@ -141,19 +144,21 @@ def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
 
 
 def measure_block(plan: Plan, record: Record) -> None:
-    """Measure the next block of turns; raises MeasurementError if a side fails."""
-    group = next_group(plan, record.groups)
-    number = group.num_blocks + 1
-    so_far = [*ratio_texts(group), time_left(plan, record.groups)]
-    place = block_folder(record.folder, group.case, group.workers, number)
-    label = block_label(group, number)
+    """Measure the next block of turns, of all cases that share its launch; raises MeasurementError
+    if a side fails."""
+    groups = next_groups(plan, record.groups)
+    first, left = groups[0], time_left(plan, record.groups)
+    number = first.num_blocks + 1
+    place = block_folder(record.folder, *first.place, number)
+    label, ratios = f"block {number}", list[str]()
+    if not plan.shares_launch:
+        label, ratios = block_label(first, number), ratio_texts(first)
     try:
         lines = run_blocks(
-            [plan.in_order(number, group.case, group.workers)],
+            [plan.in_order(group.num_blocks + 1, *group.place) for group in groups],
             plan,
             place,
-            number,
-            report=lambda text: print_live([f"{label}, {text}", *so_far]),
+            report=lambda text: print_live([f"{label}, {text}", *ratios, left]),
         )
     except MeasurementError as error:
         where = str(place.relative_to(record.folder))

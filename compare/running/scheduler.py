@@ -103,7 +103,6 @@ def run_blocks(
     cases: Sequence[Sequence[Run]],
     plan: Plan,
     folder: Path,
-    number: int,
     report: Callable[[str], None],
 ) -> list[BlockLine]:
     """Start the sides and warm them up; let them take turns at one case after the other, and return
@@ -128,7 +127,7 @@ def run_blocks(
             turns, disturbed = scheduler.take_rounds(sides, report)
             measured.append(
                 Block(
-                    number,
+                    sides[0].block,
                     tuple(side.side for side in sides),
                     (*trials, *turns),
                     steps={side.side: scheduler.steps_of(side) for side in sides},
