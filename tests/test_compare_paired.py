@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from records import a_block
 
+from compare.evidence.group import Group
 from compare.evidence.paired import (
     Estimate,
     estimate_logs,
@@ -20,7 +21,6 @@ from compare.evidence.paired import (
 from compare.evidence.stopping import (
     BLOCKS_OVER_TURNS,
     MIN_DEGREES_TO_STOP,
-    group_of,
     is_enough,
     reason_to_stop,
 )
@@ -118,7 +118,7 @@ def test_turns_let_one_expect_the_scatter_of_the_blocks():
     assert turn_error(blocks, powers) == pytest.approx(estimate(blocks, powers).error, rel=0.2)
     whole_runs = [a_block({first: [one[0, 0]], second: [one[1, 0]]}) for one in rates]
     assert turn_error(whole_runs, powers) == 0
-    group = group_of(Plan(), "", 2, blocks, 0.95)
+    group = Group(Plan(), "", 2, 0.95, blocks, [], [])
     narrow = replace(group.estimates[first, second], low=0.999, high=1.001)
     share = student_quantile(0.95, 59) * BLOCKS_OVER_TURNS * narrow.turn_error
     for factor, enough in ((1.1, True), (0.9, False)):

@@ -14,11 +14,10 @@ import pytest
 import torch
 from launching import BIN, ROOT, SMALL, TRAINERS, rarely, read_json, run, warm_python, words_of
 from making import folder_config, write_images
-from records import a_plan, edit
+from records import a_plan, edit, lines_of, write_lines
 from test_compare_records import make_comparison
 
 from compare import keep
-from compare.evidence import packed
 from compare.evidence.record import read_comparison
 from compare.plan.plan import Words
 from recipe import ancestors
@@ -215,8 +214,8 @@ def test_a_report_on_such_names(tmp_path: Path) -> None:
     folder = tmp_path / NAME
     make_comparison(folder, a_plan(trainer_arguments=Words(("--data", NAME))))
     run_folder = folder / "block-1/ddp-torchrun-1"
-    (run_folder / "command.txt").write_bytes(os.fsencode(f"torchrun --name {NAME}"))
-    (run_folder / "output.log").write_bytes(b"\xe9")
+    command = f"torchrun --name {NAME}"
+    write_lines(folder, [{**line, "command": command} for line in lines_of(folder)])
     edit(run_folder / "environment.json", command=["train.py", NAME])
     edit(run_folder / "config.json", data=NAME)
     for form in ("--csv", "--markdown", "--json"):
@@ -226,8 +225,7 @@ def test_a_report_on_such_names(tmp_path: Path) -> None:
     place = ["--machine", "m", "--question", "q", "--results", str(tmp_path / "results")]
     assert keep.main([str(folder), *place]) == 0
     (kept,) = (tmp_path / "results/m").iterdir()
-    for place in (run_folder, kept / "block-1/ddp-torchrun-1"):
-        assert packed.read_text(place / "command.txt") == f"torchrun --name {NAME}"
+    assert read_comparison(kept).complete[0].command == command
     assert read_comparison(kept).plan.trainer_arguments == ("--data", NAME)
 
 
