@@ -16,6 +16,8 @@ from msgspec import structs
 from compare.evidence.record import FILE, BlockLine, Record, SideLine, with_digests
 from compare.evidence.runs import NO_SETTINGS, RunRecord
 from compare.evidence.turns import Block, Turn
+from compare.evidence.verdicts import Verdict, judge
+from compare.page.labels import labels_of
 from compare.plan.configurations import CONFIGURATIONS, Configuration
 from compare.plan.plan import Case, OwnConfiguration, Plan, Run, Share, Words, turns_place
 from recipe.record.schema import Environment, Summary
@@ -121,6 +123,11 @@ def with_plan(record: Record, *plans: Mapping[str, Any]) -> Record:
     other = copy.copy(record)
     other._plans = [structs.replace(record.plan, **fields) for fields in plans]
     return anew(other)
+
+
+def verdicts_of(record: Record) -> list[Verdict]:
+    """The verdicts of a record, as its report draws them."""
+    return judge(record, labels_of(record))
 
 
 def a_block(

@@ -55,7 +55,7 @@ def verdict(least: float, low: float | None, high: float | None, unit: str = "")
     has_interval = low is not None and high is not None
     found = an_estimate(low, high) if has_interval else Estimate(least, None, None, (least,) * 2)
     [goal] = decided([Goal(question="?", name="a:b", least=least, speed=found, unit=unit)])
-    return goal.verdict
+    return goal.decision
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_several_goals_are_corrected_as_several_verdicts_are() -> None:
     """Each interval alone reaches its goal; of five such goals one is reached by chance in eight
     measurements."""
     barely = Goal(question="?", name="a:b", least=0.9, speed=an_estimate(0.9001, 1.1))
-    assert [goal.verdict for goal in decided([barely])] == [goals.REACHED]
+    assert [goal.decision for goal in decided([barely])] == [goals.REACHED]
     far = replace(barely, speed=an_estimate(0.95, 1.1))
     found = decided([barely] * 4 + [far])
-    assert [goal.verdict for goal in found] == [goals.OPEN] * 4 + [goals.REACHED]
+    assert [goal.decision for goal in found] == [goals.OPEN] * 4 + [goals.REACHED]
     assert {goal.family for goal in found} == {5}
 
 

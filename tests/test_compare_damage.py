@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
-from records import a_plan, edit, lines_of, make_turns, write_lines
+from records import a_plan, edit, lines_of, make_turns, verdicts_of, write_lines
 from test_compare_keep import words
 from test_compare_records import make_comparison
 from test_compare_turns import by_turns
 
 from compare import keep, report
 from compare.evidence.record import FILE, BlockLine, Record, read_comparison, record_to_write
-from compare.evidence.verdicts import judge
 from compare.plan.plan_file import plan_record
 from compare.running.comparison import record_plan
 from recipe.errors import UserError
@@ -43,7 +42,7 @@ def folder(tmp_path, recorded):
 
 
 def decisions(folder: Path) -> set[str]:
-    return {verdict.decision for verdict in judge(read_comparison(folder))}
+    return {verdict.decision for verdict in verdicts_of(read_comparison(folder))}
 
 
 def unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from making import CPU, a_config, a_world
-from records import a_plan, anew, drop_runs, edit, fail_run, find, make_turns
+from records import a_plan, anew, drop_runs, edit, fail_run, find, make_turns, verdicts_of
 from test_compare_records import TWO_CASES, change, edit_fingerprint, make_comparison
 
 from compare.evidence.equality import (
@@ -21,7 +21,6 @@ from compare.evidence.equality import (
     PLACES,
     START,
 )
-from compare.evidence.labels import labels_of
 from compare.evidence.record import Record, read_comparison
 from compare.evidence.rows import (
     Row,
@@ -29,10 +28,11 @@ from compare.evidence.rows import (
     subtract_phases,
     training_rows,
 )
-from compare.evidence.verdicts import judge
 from compare.page.formats import as_markdown, as_page, as_text
+from compare.page.labels import labels_of
 from compare.page.plots import ALONE, draw_plots
 from compare.page.report import MISSING, Report, notices
+from compare.page.sentences import sentence
 from compare.page.tables import PHASES
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Share
@@ -62,7 +62,7 @@ def compare(tmp_path, ratio: float = 1.1, **plan: Any) -> Record:
 
 def differing(comparison: Record) -> list[list[str]]:
     """Return the fields that forbid each verdict."""
-    verdicts = judge(anew(comparison))
+    verdicts = verdicts_of(anew(comparison))
     assert all((verdict.speed is None) == bool(verdict.differences) for verdict in verdicts)
     return [[fact.field for fact in verdict.differences] for verdict in verdicts]
 
@@ -255,7 +255,7 @@ def test_nothing_but_the_varied_setting_may_differ(tmp_path, pair, run, field, v
     edit_fingerprint(comparison.folder / run, field, value)
     comparison = read_comparison(comparison.folder)
     assert differing(comparison) == [[field]]
-    assert judge(comparison)[0].sentence().endswith("differ in more than the plan varies.")
+    assert sentence(verdicts_of(comparison)[0]).endswith("differ in more than the plan varies.")
 
 
 def varied_in(comparison: Record) -> set[str]:
@@ -399,10 +399,10 @@ def set_speeds(comparison: Record, pairs: list[tuple[float, float]], case: str =
 def test_a_null_test_says_whether_all_is_well(tmp_path, speeds, words):
     comparison = compare(tmp_path, configurations=("ddp-torchrun",), null=True)
     set_speeds(comparison, speeds)
-    [verdict] = judge(anew(comparison))
+    [verdict] = verdicts_of(anew(comparison))
     assert (verdict.first, verdict.second) == ("ddp-torchrun", "ddp-torchrun-again")
     assert verdict.second_label == "DDP over Gloo, again"
-    assert verdict.sentence().startswith(words)
+    assert sentence(verdict).startswith(words)
     assert explained(comparison) == []
 
 
@@ -429,12 +429,12 @@ def test_a_known_delay_is_found_or_not(tmp_path, speed, noise, blocks, decision,
     make_turns(folder, dict(zip(names, (speed, speed, 100.0), strict=True)), noise=noise)
     edit(folder / "plan.json", blocks=blocks)
     comparison = read_comparison(folder)
-    null, control = judge(comparison)
+    null, control = verdicts_of(comparison)
     assert (control.first, control.second) == names[::2]
     assert control.second_label == "DDP over Gloo, delayed"
     assert (control.decision, null.family) == (decision, 1)
     assert null.decision in ("equal", "undecided")
-    assert control.sentence().startswith(f"At 2 workers {words}")
+    assert sentence(control).startswith(f"At 2 workers {words}")
 
 
 # ------------------------------------------------------------------------- cases
@@ -449,7 +449,7 @@ def test_the_runs_of_two_cases_are_never_compared(tmp_path):
     # A run that failed is missed in its own case alone.
     fail_run(comparison.folder, "block-1/VGG-16/horovod-mpi-2", exit_code=3)
     comparison = read_comparison(comparison.folder)
-    assert [verdict.speed.blocks for verdict in judge(comparison)] == [3, 2]
+    assert [verdict.speed.blocks for verdict in verdicts_of(comparison)] == [3, 2]
     [line] = dict(notices(comparison))[MISSING]
     assert "block-1/VGG-16/horovod-mpi-2: failed with exit code 3" in line
 
@@ -486,7 +486,7 @@ SPEEDS = {"ddp-torchrun": 100.0, "horovod-mpi": 80.0}
 
 def test_phases_of_turns_add_up_to_the_verdicts_difference(tmp_path):
     comparison = by_turns(tmp_path / "compare-1", SPEEDS)
-    [row], [verdict] = explained(comparison), judge(comparison)
+    [row], [verdict] = explained(comparison), verdicts_of(comparison)
     differences = {name: row[name] for name in row if name.endswith("_seconds")}
     whole = differences.pop("step_seconds")
     assert set(differences) == set(PHASES)
@@ -519,7 +519,7 @@ def test_where_one_did_not_measure_the_exchange_it_is_part_of_backward_in_both()
 def test_what_could_not_run_for_want_of_horovod_is_not_in_the_figures(tmp_path):
     plan = {"configurations": ("ddp-torchrun",), "left_out": ("horovod-mpi", "mpi4py-mpirun")}
     comparison = compare(tmp_path, **plan)
-    assert judge(comparison) == []
+    assert verdicts_of(comparison) == []
     horovod, mpi4py = dict(notices(comparison))[MISSING]
     assert "horovod-mpi: Horovod is not installed there" in horovod
     assert mpi4py == "mpi4py-mpirun: mpi4py or mpirun is not installed there"
@@ -539,7 +539,7 @@ def test_steps_of_different_size_and_no_difference_are_not_explained(
     pair = ("ddp-torchrun", other)
     comparison = compare(tmp_path, configurations=pair, defined=(DDP_BATCH,))
     set_speeds(comparison, speeds)
-    assert (judge(anew(comparison))[0].decision == "slower") == shown
+    assert (verdicts_of(anew(comparison))[0].decision == "slower") == shown
     assert explained(comparison) == []
 
 

@@ -7,20 +7,29 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from records import a_plan, drop_runs, edit, lines_of, make_turns, with_plan, write_lines
+from records import (
+    a_plan,
+    drop_runs,
+    edit,
+    lines_of,
+    make_turns,
+    verdicts_of,
+    with_plan,
+    write_lines,
+)
 from test_compare_records import edit_fingerprint, make_comparison
 
 from compare import report
-from compare.evidence.labels import labels_of
 from compare.evidence.paired import Estimate
 from compare.evidence.record import Record, read_comparison
 from compare.evidence.rows import speed_rows
 from compare.evidence.turns import Purpose
-from compare.evidence.verdicts import correction_text, interaction, judge
-from compare.evidence.words import interval_text
+from compare.evidence.verdicts import interaction
 from compare.page.formats import as_markdown, as_page, as_text
+from compare.page.labels import labels_of
 from compare.page.plots import draw_plots
 from compare.page.report import WARNINGS, Report, SideBySide, notices
+from compare.page.sentences import correction_text, interval_text, sentence, support
 from compare.page.tables import ratio_cell
 
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpi", "horovod-mpi")
@@ -82,10 +91,10 @@ def test_the_square_parts_engine_and_transport(square):
         "DDP over MPI",
         "Horovod over MPI",
     ]
-    verdicts = judge(square)
+    verdicts = verdicts_of(square)
     assert [verdict.decision for verdict in verdicts] == ["equal", "faster", "faster", "slower"]
     for verdict, pattern in zip(verdicts, SENTENCES, strict=True):
-        assert re.fullmatch(rf"At 2 workers {pattern}\.", verdict.sentence())
+        assert re.fullmatch(rf"At 2 workers {pattern}\.", sentence(verdict))
     assert {verdict.family for verdict in verdicts} == {4}
     told = interaction(square, square.groups[0], verdicts)
     assert told and told.low and 1.1 < told.low < told.ratio < 1.25
@@ -96,7 +105,7 @@ def test_the_square_parts_engine_and_transport(square):
     triangle = (*two, ("ddp-torchrun", "horovod-mpi"))  # nothing is known of the fourth corner
     for pairs in (two, triangle):
         record = with_plan(square, {"judged_pairs": pairs})
-        assert interaction(record, record.groups[0], judge(record)) is None
+        assert interaction(record, record.groups[0], verdicts_of(record)) is None
 
 
 @pytest.mark.parametrize(
@@ -113,10 +122,10 @@ def test_an_unfinished_measurement_is_named(square, plan, words):
     comparison = with_plan(square, plan)
     told = "\n".join(dict(notices(comparison)).get(WARNINGS, []))
     assert ("is not finished" in told) == bool(words) and words in told
-    verdicts = judge(comparison)  # whoever may stop where it suits, finds differences
+    verdicts = verdicts_of(comparison)  # whoever may stop where it suits, finds differences
     assert ({one.decision for one in verdicts} == {"undecided"}) == bool(words)
-    assert ("nothing is decided between" in verdicts[1].sentence()) == bool(words)
-    assert ("CPU time per image" in " ".join(verdicts[1].support())) != bool(words)
+    assert ("nothing is decided between" in sentence(verdicts[1])) == bool(words)
+    assert ("CPU time per image" in " ".join(support(verdicts[1]))) != bool(words)
     assert {row["planned_blocks"] for row in speed_rows(comparison)} == {plan["blocks"]}
 
 
@@ -178,8 +187,8 @@ def test_a_bound_of_an_interval_never_rounds_to_1(low, high, shown):
 
 def test_a_comparison_that_was_extended_says_so_and_is_wider(square):
     extended = with_plan(square, {"blocks": 3}, {"blocks": 5}, {"blocks": 10})
-    verdicts, before = judge(extended), judge(square)
-    assert "98.75 % interval" in verdicts[1].sentence()
+    verdicts, before = verdicts_of(extended), verdicts_of(square)
+    assert "98.75 % interval" in sentence(verdicts[1])
     assert verdicts[1].speed.relative_half_width > before[1].speed.relative_half_width
     assert "extended 2 times" in correction_text(extended, verdicts)
 
@@ -190,7 +199,7 @@ def test_blocks_of_another_machine_or_version_are_not_pooled(tmp_path):
         where = folder / "turns/2-workers/block-3" / side / "environment.json"
         edit(where, torch="3.0", cpu_model="Another")
     comparison = read_comparison(folder)
-    verdict = judge(comparison)[0]
+    verdict = verdicts_of(comparison)[0]
     assert [fact.field for fact in verdict.differences] == ["cpu_model", "torch"]
     assert verdict.speed is None
     assert "torch changed between blocks: " in as_text([Report(comparison)])
@@ -212,7 +221,7 @@ def test_whole_runs_of_blocks_that_differ_are_not_pooled(tmp_path):
     folder = make_comparison(tmp_path / "compare-1", a_plan(workers=(2,)))
     for path in folder.glob("block-2/*"):
         edit_fingerprint(path, "learning_rates_sha256", "c" * 64)
-    [verdict] = judge(read_comparison(folder))
+    [verdict] = verdicts_of(read_comparison(folder))
     assert [fact.field for fact in verdict.differences] == ["learning_rates_sha256"]
 
 

@@ -23,10 +23,11 @@ from compare.evidence.occasions import pool
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
 from compare.evidence.record import FILE, read_comparison
 from compare.evidence.turns import Block
-from compare.evidence.words import interval_text, ratio_text
+from compare.evidence.words import ratio_text
 from compare.page import allreduce
 from compare.page.formats import as_markdown
 from compare.page.report import Report, SideBySide
+from compare.page.sentences import interval_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

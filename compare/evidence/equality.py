@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from compare.evidence.runs import RunRecord
-from compare.evidence.words import short
 from compare.plan.plan import Plan
 from recipe.record.schema import Environment
 from recipe.settings.flags import FLAGS
@@ -172,14 +171,3 @@ def compare_facts(
             if name not in START or fact.is_confounder:
                 facts.append(fact)
     return facts
-
-
-def difference_text(fact: Fact) -> str:
-    """Return a difference in words: the field, each configuration's value, and the blocks."""
-    if fact.changed and (fact.is_varied or not fact.unequal_blocks):
-        values = ", ".join(f"{short(row.value)} (block {row.block})" for row in fact.changed)
-        return f"{fact.field} changed between blocks: {values}"
-    rows = (row for row in fact.rows if row.block == fact.unequal_blocks[0])
-    values = ", ".join(f"{short(row.value)} ({row.configuration})" for row in rows)
-    blocks = ", ".join(map(str, fact.unequal_blocks))
-    return f"{fact.field}: {values}; block{'' if len(fact.unequal_blocks) == 1 else 's'} {blocks}"

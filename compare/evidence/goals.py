@@ -4,13 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from compare.evidence.equality import difference_text
 from compare.evidence.judgement import Finding, find, holm, judged_together
 from compare.evidence.record import Record
-from recipe.record.schema import rate_text
 
 REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
-UNFINISHED, NO_VERDICT = "not finished", "no verdict"
 # An interval that contains its goal is also a result, AT_GOAL, if its lower end is at most this
 # share below the goal: it could take hours to show on which side the truth lies, and no choice
 # would depend on it. For a ratio the tolerance is at most half the goal's distance from 1. That
@@ -31,28 +28,10 @@ class Goal(Finding):
     decision: str = OPEN  # see `decided`
 
     @property
-    def verdict(self) -> str:
-        """Whether the goal is reached, or why that is not judged."""
-        if self.differences:
-            return f"{NO_VERDICT}: {'; '.join(map(difference_text, self.differences))}"
-        return self.decision if self.is_finished else UNFINISHED
-
-    @property
     def tolerated(self) -> float:
         """The smallest value that still counts as being at the goal."""
         allowed = math.inf if self.unit else abs(1 - self.least) / 2
         return self.least - min(NEAR * self.least, allowed)
-
-    @property
-    def interval(self) -> str | None:
-        """The ends of the interval, if there is one."""
-        if self.speed is None or self.speed.low is None or self.speed.high is None:
-            return None
-        return f"{self.shown(self.speed.low)} – {self.shown(self.speed.high)}"
-
-    def shown(self, value: float) -> str:
-        """Return a figure with its unit."""
-        return f"{rate_text(value)} {self.unit}" if self.unit else f"{value:.3f}"
 
 
 def goals_of(record: Record) -> list[Goal]:

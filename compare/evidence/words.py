@@ -1,4 +1,4 @@
-"""Figures in words."""
+"""Figures in words: what the lines of run.py, the predictions and the report have in common."""
 
 import math
 import os
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from compare.evidence.equality import Fact
 from compare.evidence.paired import Estimate
 from compare.plan.environment import ROOT
 from recipe.errors import CONTROL
@@ -64,25 +65,10 @@ def ratio_text(estimate: Estimate) -> str:
     return f"{estimate.ratio:.{digits(estimate)}f}"
 
 
-def interval_text(estimate: Estimate) -> str:
-    """Return the interval in words; empty without one."""
-    if estimate.low is None:
-        return ""
-    places, percent = digits(estimate), f"{100 * estimate.confidence:.4g}"
-    return f"{percent} % interval {estimate.low:.{places}f} to {estimate.high:.{places}f}"
-
-
 def percent_text(share: float) -> str:
     """Print a share as a percentage with two digits: 0.03 is 3 %."""
     percent = 100 * share
     return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"
-
-
-def bound_text(estimate: Estimate) -> str:
-    """Print the largest difference that an interval allows, rounded up."""
-    percent = 100 * estimate.bound
-    tenths = math.ceil(10 * percent - 1e-9) / 10
-    return f"{tenths:.1f} %" if tenths < 10 else f"{math.ceil(percent)} %"
 
 
 def shortest_unique_names(folders: Sequence[Path]) -> list[str]:
@@ -90,3 +76,14 @@ def shortest_unique_names(folders: Sequence[Path]) -> list[str]:
     paths = [folder.resolve() for folder in folders]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
+
+
+def difference_text(fact: Fact) -> str:
+    """Return a difference in words: the field, each configuration's value, and the blocks."""
+    if fact.changed and (fact.is_varied or not fact.unequal_blocks):
+        values = ", ".join(f"{short(row.value)} (block {row.block})" for row in fact.changed)
+        return f"{fact.field} changed between blocks: {values}"
+    rows = (row for row in fact.rows if row.block == fact.unequal_blocks[0])
+    values = ", ".join(f"{short(row.value)} ({row.configuration})" for row in rows)
+    blocks = ", ".join(map(str, fact.unequal_blocks))
+    return f"{fact.field}: {values}; block{'' if len(fact.unequal_blocks) == 1 else 's'} {blocks}"

@@ -9,13 +9,14 @@ from typing import Any
 
 import tabulate
 
-from compare.evidence.equality import difference_text
 from compare.evidence.group import Group
 from compare.evidence.paired import CONFIDENCE, Estimate, estimate_logs
 from compare.evidence.record import Record
 from compare.evidence.turns import estimate, throughput
 from compare.evidence.verdicts import Verdict, judge
-from compare.evidence.words import count, interval_text, ratio_text, three_digits
+from compare.evidence.words import count, difference_text, ratio_text, three_digits
+from compare.page.labels import labels_of
+from compare.page.sentences import interval_text
 from recipe.errors import UserError
 from recipe.settings.flags import WIRE_FORMATS
 
@@ -49,7 +50,9 @@ def figures_of(record: Record) -> list[Figure]:
         raise UserError(
             f"{record.folder}: holds no measurement of all-reduces; compare/report.py shows others"
         )
-    verdicts = {(verdict.case, verdict.second): verdict for verdict in judge(record)}
+    verdicts = {
+        (verdict.case, verdict.second): verdict for verdict in judge(record, labels_of(record))
+    }
     groups = {group.case: group for group in record.groups if group.blocks}
     return [
         figure_of(group, name, groups, verdicts.get((case, name)))

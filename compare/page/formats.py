@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 
-from compare.evidence.equality import Fact, difference_text
+from compare.evidence.equality import Fact
 from compare.evidence.record import Record
-from compare.evidence.words import count, place_text, short, shortest_unique_names
+from compare.evidence.words import count, difference_text, place_text, short, shortest_unique_names
 from compare.page.chart import template
 from compare.page.plots import draw_plots
 from compare.page.report import ASIDE, ENVIRONMENT, Report, SideBySide
+from compare.page.sentences import below, equal_work_text, goal_verdict, sentence, support
 from compare.page.tables import (
     APART,
     POOLED,
@@ -65,7 +66,7 @@ def titled(table: Table) -> str:
 def said(report: Report) -> Iterator[str]:
     """Yield the verdicts, each with the lines below it, then the remarks and notices."""
     for verdict in report.verdicts:
-        yield "\n  ".join([verdict.sentence(), *verdict.below()])
+        yield "\n  ".join([sentence(verdict), *below(verdict)])
     yield from (report.equal_weights, report.ours, report.correction)
     for title, lines in report.notices:
         yield "\n  ".join([f"{title}:", *lines])
@@ -82,6 +83,8 @@ def as_markdown(reports: Sequence[Report]) -> str:
         tables=tables,
         table_text=table_text,
         escaped=escaped,
+        sentence=sentence,
+        below=below,
         limits=[f"- {escaped(line)}" for line in reports[0].limits],
     )
     return re.sub(r"\n{3,}", "\n\n", str(text).strip()) + "\n"
@@ -92,7 +95,12 @@ def as_markdown(reports: Sequence[Report]) -> str:
 
 def as_page(reports: Sequence[Report]) -> str:
     """Return the page of one comparison, or of several."""
-    shared = {"aside": ASIDE, "difference_text": difference_text}
+    shared = {
+        "aside": ASIDE,
+        "sentence": sentence,
+        "support": support,
+        "difference_text": difference_text,
+    }
     if len(reports) > 1:
         both = SideBySide(reports)
         page = template("side_by_side.html.jinja")
@@ -273,9 +281,14 @@ def report_value(report: Report) -> dict[str, Any]:
         "plan": record.plan,
         "headline": report.headline,
         "verdicts": [
-            {**vars(verdict), "sentence": verdict.sentence()} for verdict in report.verdicts
+            {
+                **vars(verdict),
+                "equal_work": equal_work_text(verdict),
+                "sentence": sentence(verdict),
+            }
+            for verdict in report.verdicts
         ],
-        "goals": [{**vars(goal), "verdict": goal.verdict} for goal in report.goals],
+        "goals": [{**vars(goal), "verdict": goal_verdict(goal)} for goal in report.goals],
         "interactions": [
             {"case": case, "workers": workers, "speed": speed}
             for (case, workers), speed in report.interactions.items()

@@ -7,7 +7,7 @@ from typing import TypeVar
 from compare.evidence.paired import Estimate
 from compare.evidence.rows import EXPOSED, Row, cells_of
 from compare.evidence.verdicts import Verdict
-from compare.evidence.words import interval_text, place_text, ratio_text, three_digits
+from compare.evidence.words import place_text, ratio_text, three_digits
 from compare.page.chart import (
     COLOURS,
     GRID,
@@ -24,6 +24,7 @@ from compare.page.chart import (
     linear,
 )
 from compare.page.report import Report
+from compare.page.sentences import interval_text
 from compare.page.tables import PHASES
 
 DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")
@@ -91,7 +92,7 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
     places = {(verdict.case, verdict.workers) for verdict in measured}
     for verdict in measured:
         at = place_text(verdict.case, verdict.workers) if len(places) > 1 else ""
-        name = ", ".join(filter(None, (verdict.of, at)))
+        name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", at)))
         layers += verdict_layers(len(rows), name, verdict)
         rows.append(PlotRow(len(rows), name))
     if not rows:

@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 from compare.evidence.goals import goals_of
-from compare.evidence.labels import labels_of
 from compare.evidence.occasions import Key, over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
 from compare.evidence.record import Record
@@ -19,7 +18,7 @@ from compare.evidence.rows import (
     training_rows,
 )
 from compare.evidence.runs import RunRecord
-from compare.evidence.verdicts import correction_text, interaction, judge
+from compare.evidence.verdicts import interaction, judge
 from compare.evidence.words import (
     count,
     percent_text,
@@ -28,6 +27,8 @@ from compare.evidence.words import (
     shortest_unique_names,
     without_paths,
 )
+from compare.page.labels import labels_of
+from compare.page.sentences import correction_text, headline
 from compare.plan.configurations import ENGINES, PEERS
 from compare.plan.plan_file import plan_table
 from recipe.record.schema import Environment
@@ -69,7 +70,7 @@ class Report:
         # What must be equal among whole runs and among sides.
         self.facts = [fact for group in record.groups for fact in group.facts]
         self.labels = labels_of(record)
-        self.verdicts = judge(record)
+        self.verdicts = judge(record, self.labels)
         self.goals = goals_of(record)
         found = {
             group.place: interaction(
@@ -146,8 +147,8 @@ class Report:
     def headline(self) -> list[str]:
         """The answer to the plan's question: the verdicts on its first pair, in plain words."""
         first = self.record.plan.pairs()[:1]
-        asked = [one for one in self.verdicts if (one.first, one.second) in first]
-        return [verdict.headline(is_placed=len(asked) > 1) for verdict in asked]
+        asked = [verdict for verdict in self.verdicts if (verdict.first, verdict.second) in first]
+        return [headline(verdict, is_placed=len(asked) > 1) for verdict in asked]
 
     @property
     def equal_weights(self) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 import tabulate
 
-from compare.evidence.goals import NO_VERDICT, UNFINISHED, Goal
+from compare.evidence.goals import Goal
 from compare.evidence.paired import INTERVAL, Difference, Estimate
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
 from compare.page.report import Report, SideBySide
+from compare.page.sentences import goal_figure, goal_verdict
 from compare.plan.configurations import PEERS
 
 POOLED = (
@@ -296,11 +297,17 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
     places = {(goal.case, goal.workers) for goal in goals}
 
     def found(goal: Goal) -> TableCell | None:
-        return TableCell(goal.shown(goal.speed.ratio), goal.speed.ratio) if goal.speed else None
+        speed = goal.speed
+        return TableCell(goal_figure(goal, speed.ratio), speed.ratio) if speed else None
+
+    def interval(goal: Goal) -> str | None:
+        if goal.speed is None or goal.speed.low is None or goal.speed.high is None:
+            return None
+        return f"{goal_figure(goal, goal.speed.low)} – {goal_figure(goal, goal.speed.high)}"
 
     def verdict(goal: Goal) -> TableCell:
-        is_alarm = goal.verdict.startswith((NO_VERDICT, UNFINISHED))
-        return TableCell(goal.verdict, is_alarm=is_alarm)
+        is_alarm = bool(goal.differences) or not goal.is_finished
+        return TableCell(goal_verdict(goal), is_alarm=is_alarm)
 
     question = Column("question", lambda goal: goal.question, is_number=False)
     place = Column("at", lambda goal: place_text(goal.case, goal.workers), is_number=False)
@@ -308,9 +315,9 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
         *([question] if len(reports) > 1 else []),
         *([place] if len(places) > 1 else []),
         Column("sides", lambda goal: goal.name.replace(":", " / "), is_number=False),
-        Column("goal", lambda goal: f"≥ {goal.shown(goal.least)}"),
+        Column("goal", lambda goal: f"≥ {goal_figure(goal, goal.least)}"),
         Column("found", found),
-        Column("interval", lambda goal: goal.interval),
+        Column("interval", interval),
         Column("blocks", lambda goal: counted(goal.speed.blocks if goal.speed else 0, None)),
         Column("verdict", verdict, is_number=False),
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from compare.evidence.equality import difference_text
 from compare.evidence.group import Group
 from compare.evidence.judgement import find
 from compare.evidence.profiles import BYTES, RecordedGradients
@@ -18,7 +17,7 @@ from compare.evidence.reading import metrics_of, parse
 from compare.evidence.record import FILE, Record, read_comparison
 from compare.evidence.runs import read_run_folder
 from compare.evidence.turns import Block
-from compare.evidence.words import place_text, short
+from compare.evidence.words import difference_text, place_text, short
 from compare.plan.configurations import PEERS
 from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary

@@ -1,0 +1,220 @@
+"""Findings in sentences: verdicts, goals, and how several of them are corrected."""
+
+import math
+from collections.abc import Sequence
+
+from compare.evidence.goals import Goal
+from compare.evidence.paired import MIN_BLOCKS, Estimate
+from compare.evidence.record import Record
+from compare.evidence.verdicts import DIFFERENT, Verdict
+from compare.evidence.words import (
+    count,
+    difference_text,
+    digits,
+    percent_text,
+    place_text,
+    ratio_text,
+)
+from recipe.record.schema import rate_text
+
+CLAIMS = {
+    "faster": "{first} trained {ratio} times as fast as {second}",
+    "slower": "{second} trained {inverse} times as fast as {first}",
+    "equal": "{first} and {second} are tied: equally fast within {bound}",
+    "undecided": "nothing is decided between {first} and {second}: they differ by at most {bound} "
+    "either way",
+}
+OF_ITSELF = {
+    "faster": "a difference was shown between {first} and itself",
+    "slower": "a difference was shown between {first} and itself",
+    "equal": "no difference was shown between {first} and itself, as it should be: equal within "
+    "{bound}",
+    "undecided": "no difference was shown between {first} and itself, as it should be: it differs "
+    "from itself by at most {bound}",
+}
+WITH_DELAY = {
+    "faster": "a delay of {delay} was found in {first}",
+    "undecided": "a delay of {delay} was not found in {first}",
+}
+UNFIT = (
+    ". This machine or this plan is not fit to measure differences of {difference} (chance alone "
+    "does this in one null test of twenty: run it again)"
+)
+NOT_FOUND = (
+    ". This interval should contain the delay and exclude 1; by chance alone it fails to in one "
+    "null test of twenty, and more often if it is wide: run it again, or for longer"
+)
+
+
+# The verdicts.
+
+
+def headline(verdict: Verdict, is_placed: bool) -> str:
+    """Return a verdict as one plain sentence, without its interval and number of blocks."""
+    return said(verdict, claim(verdict), is_placed)
+
+
+def sentence(verdict: Verdict) -> str:
+    """Return a verdict as a sentence with its figures, or the reason why there is none."""
+    text, speed = claim(verdict), verdict.speed
+    if speed is None:
+        return said(verdict, text)
+    blocks = count(speed.blocks, "block")
+    if verdict.decision in DIFFERENT and not verdict.is_null_test:  # the ratio is in the claim
+        shown = speed.inverse() if verdict.decision == "slower" else speed
+        return said(verdict, f"{text}, {interval_text(shown)}, {blocks}")
+    figures = filter(None, [f"speed ratio {ratio_text(speed)}", interval_text(speed), blocks])
+    return said(verdict, f"{text} ({', '.join(figures)}){remark(verdict, speed)}")
+
+
+def said(verdict: Verdict, text: str, is_placed: bool = True) -> str:
+    """Return a text as a sentence; a user's own name at its start keeps its first letter."""
+    place = place_text(verdict.case, verdict.workers)
+    if is_placed and verdict.case:
+        return f"{place}: {text}."
+    if is_placed and verdict.workers:
+        return f"At {place} {text}."
+    labels = (verdict.first_label, verdict.second_label)
+    if not verdict.workers and text.startswith(labels):
+        return f"{text}."
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def claim(verdict: Verdict) -> str:
+    """Return a verdict in words, with the labels of both sides."""
+    speed, both = verdict.speed, f"{verdict.first_label} and {verdict.second_label}"
+    if verdict.differences:
+        return f"no verdict on {both}: the runs differ in more than the plan varies"
+    if speed is None:
+        return f"no verdict on {both}: no block was completed by both"
+    if speed.low is None:
+        return f"nothing is decided between {both}: an interval needs {MIN_BLOCKS} blocks"
+    if not verdict.is_finished:
+        return f"nothing is decided between {both} yet"
+    claims = OF_ITSELF if verdict.is_null_test else CLAIMS
+    claims = WITH_DELAY if verdict.delay is not None else claims
+    return claims[verdict.decision].format(
+        first=verdict.first_label,
+        second=verdict.second_label,
+        ratio=ratio_text(speed),
+        inverse=ratio_text(speed.inverse()),
+        bound=bound_text(speed),
+        delay=percent_text(verdict.delay or 0),
+    )
+
+
+def remark(verdict: Verdict, speed: Estimate) -> str:
+    """Return what follows the claim of a null test that failed: what it means, what to do."""
+    if not verdict.is_null_test or not verdict.is_finished or speed.low is None:
+        return ""
+    if verdict.delay is not None:
+        return NOT_FOUND if verdict.decision == "undecided" else ""
+    difference = percent_text(max(speed.ratio, 1 / speed.ratio) - 1)
+    return UNFIT.format(difference=difference) if verdict.decision in DIFFERENT else ""
+
+
+def below(verdict: Verdict) -> list[str]:
+    """Return the lines below a verdict: in what its runs differ, and what supports it."""
+    return [*map(difference_text, verdict.differences), *support(verdict)]
+
+
+def support(verdict: Verdict) -> list[str]:
+    """Return what supports a verdict: whether both sides did the same training, and the ratio of
+    their CPU times (a separate finding: the slower side often computes longer)."""
+    lines = [equal_work_text(verdict)] if verdict.equal_work else []
+    if not all(verdict.equal_weights):
+        equal, blocks = sum(verdict.equal_weights), count(len(verdict.equal_weights), "block")
+        lines.append(
+            f"The final weights are bit-equal in only {equal} of {blocks}: compare/parity.py "
+            "shows where they diverge."
+        )
+    if verdict.cpu is not None and verdict.is_finished:
+        used = (
+            f"{verdict.first_label} used {ratio_text(verdict.cpu)} times as much CPU time per "
+            f"{verdict.unit.removesuffix('s')} as {verdict.second_label}"
+        )
+        finding = ", ".join(filter(None, [used, interval_text(verdict.cpu)]))
+        lines.append(said(verdict, finding, is_placed=False))
+    return lines
+
+
+def equal_work_text(verdict: Verdict) -> str:
+    """Say whether two scripts of a user's own do equal work, or why that is not shown, and in what
+    else they differ; empty for trainers."""
+    work = verdict.equal_work
+    if work is None:
+        return ""
+    number = count(work.blocks, "block")
+    text = f"Equal work: after the first steps both had bit-equal weights in {number}."
+    if not math.isclose(*work.step_sizes, rel_tol=0.001):
+        sizes = zip(work.step_sizes, (verdict.first, verdict.second), strict=True)
+        of_each = [f"{size:,.4g} {verdict.unit} in all ranks of {name}" for size, name in sizes]
+        text = f"Equal work is not shown: a step has {', and '.join(of_each)}."
+    elif work.silent:
+        text = (
+            f"Equal work is not shown: {' and '.join(work.silent)} gave no digest of weights; "
+            "give one by Side(weights=model.state_dict)."
+        )
+    elif work.equal_blocks < work.blocks:
+        text = (
+            "Equal work is not shown: after the first steps both had bit-equal weights in only "
+            f"{work.equal_blocks} of {number}."
+        )
+    differ = map(difference_text, work.varied)
+    return f"{text} They differ in {' and in '.join(differ)}." if work.varied else text
+
+
+def correction_text(record: Record, verdicts: Sequence[Verdict]) -> str:
+    """Say how the report corrects for several verdicts, and for extensions of the measurement."""
+    parts = []
+    percent = f"{100 * (1 - record.confidence):.3g}"
+    family = max((verdict.family for verdict in verdicts), default=0)
+    if family > 1:
+        parts.append(
+            f"The decisions of {family} verdicts are corrected by Holm's method: the probability "
+            f"of any false difference among them is at most {percent} %, and so is that of any "
+            "false “equal”. Each interval covers its own ratio alone, without this correction: it "
+            "may exclude 1, or lie within the margin, although nothing is decided."
+        )
+    if record.extensions:
+        parts.append(
+            f"This comparison was extended {count(record.extensions, 'time')} after its report "
+            "could be read, so each of its intervals has a confidence of "
+            f"{100 * record.confidence:.4g} %. Each look at the figures may err half as often as "
+            "the one before: all looks together err in less than 10 % of comparisons, if each end "
+            "was set before its figures could be seen."
+        )
+    return " ".join(parts)
+
+
+# The goals.
+
+
+def goal_verdict(goal: Goal) -> str:
+    """Say whether a goal is reached, or why that is not judged."""
+    if goal.differences:
+        return f"no verdict: {'; '.join(map(difference_text, goal.differences))}"
+    return goal.decision if goal.is_finished else "not finished"
+
+
+def goal_figure(goal: Goal, value: float) -> str:
+    """Return a ratio, or a speed with its unit."""
+    return f"{rate_text(value)} {goal.unit}" if goal.unit else f"{value:.3f}"
+
+
+# The intervals.
+
+
+def interval_text(estimate: Estimate) -> str:
+    """Return the interval in words; empty without one."""
+    if estimate.low is None:
+        return ""
+    places, percent = digits(estimate), f"{100 * estimate.confidence:.4g}"
+    return f"{percent} % interval {estimate.low:.{places}f} to {estimate.high:.{places}f}"
+
+
+def bound_text(estimate: Estimate) -> str:
+    """Print the largest difference that an interval allows, rounded up."""
+    percent = 100 * estimate.bound
+    tenths = math.ceil(10 * percent - 1e-9) / 10
+    return f"{tenths:.1f} %" if tenths < 10 else f"{math.ceil(percent)} %"
