@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
-from records import a_plan, edit, lines_of, make_turns, verdicts_of, write_lines
+from records import a_plan, lines_of, make_turns, verdicts_of, write_lines
 from test_compare_keep import words
 from test_compare_records import make_comparison
 from test_compare_turns import by_turns
@@ -112,14 +112,6 @@ def test_what_a_crash_cut_off_is_removed_and_the_rest_goes_on(folder):
     record = record_to_write(folder)
     assert record.problem == "" and record.num_blocks == 4
     assert before.startswith((folder / FILE).read_bytes())
-
-
-def test_a_line_of_another_comparison_is_found(folder, tmp_path):
-    other = by_turns(tmp_path / "compare-2", blocks=5, names=NAMES)
-    edit(other / "plan.json", seed=7)
-    theirs = (other / FILE).read_bytes().splitlines(keepends=True)
-    change_bytes(folder, lambda lines: [*lines[:4], theirs[4], *lines[5:]])
-    assert "line 4 was changed" in Record.open(folder).problem
 
 
 def test_only_the_head_finds_a_change_of_the_last_line(folder):

@@ -10,9 +10,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from making import CPU, a_config, a_world
+from making import CPU, a_world
 from records import a_plan, anew, drop_runs, edit, fail_run, find, make_turns, verdicts_of
 from test_compare_records import TWO_CASES, change, edit_fingerprint, make_comparison
+from test_environment import CONFIG, print_of
 
 from compare.evidence.equality import (
     CONDITIONS,
@@ -36,12 +37,9 @@ from compare.page.sentences import sentence
 from compare.page.tables import PHASES
 from compare.plan.configurations import Configuration
 from compare.plan.plan import Share
-from recipe.data.batches import open_data
-from recipe.record.fingerprint import describe, fingerprint
+from recipe.record.fingerprint import describe
 from recipe.record.schema import Energy, Input, Phases
-from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS
-from recipe.training.model import build_model
 
 HOROVOD_TUNED = Configuration(
     "horovod-tuned", "horovod", "horovodrun", "mpi", environment={"HOROVOD_CYCLE_TIME": "1"}
@@ -75,30 +73,11 @@ def another(value: Any) -> Any:
 # ------------------------------------------------------------------------- what must be equal
 
 
-CONFIG = a_config(
-    data="synthetic",
-    synthetic_images=40,
-    arch="squeezenet1_1",
-    train_crop_size=32,
-    val_crop_size=32,
-    val_resize_size=32,
-)
-
-
-def real_fingerprint(config: Config) -> dict[str, Any]:
-    """Return the fingerprint that a trainer of either engine makes, at two workers."""
-    data = open_data(config)
-    model = build_model(config, 10, download=True)
-    scale = config.batches_per_allreduce * 2
-    told = fingerprint(config, a_world(0, 2), data, model, CPU, 1, scale)
-    return dict(json.loads(json.dumps(told)))
-
-
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> Record:
     """A comparison of the two engines in which every run says of itself what real ones do."""
     comparison = compare(tmp_path_factory.mktemp("real"), blocks=1)
-    told = real_fingerprint(CONFIG)
+    told = json.loads(json.dumps(print_of(CONFIG)))
     surroundings = describe(a_world(0, 2), "ddp", "Gloo", CPU, 1, [("here", [0, 1])] * 2)
     of_horovod = {
         "engine": "horovod",
@@ -299,8 +278,8 @@ def test_a_setting_decides_what_it_is_said_to_decide_and_no_more(field):
     base = replace(CONFIG, warmup_epochs=1.0, epochs=4, lr_scheduler="step", lr_step_epochs=(3,))
     if field in ("lr_min", "lr_restart_epochs"):  # which only this schedule has
         base = replace(base, lr_scheduler="cosine")
-    first = real_fingerprint(base)
-    second = real_fingerprint(replace(base, **{field: CHANGES[field]}))
+    first = print_of(base)
+    second = print_of(replace(base, **{field: CHANGES[field]}))
     found = {name for name in first if first[name] != second[name]}
     expected = {field, *FLAGS[field].decides} - {"steps", "samples_seen"}
     assert found == expected & first.keys()

@@ -32,7 +32,8 @@ def kept_of(folder: Path) -> Path:
     """Keep a comparison, and return where."""
     results = folder.parent.parent / "results"
     assert keep.main(words(folder, results)) == 0
-    return results / "m/2026-11-21-engines"
+    [kept] = results.glob("m/*-engines")
+    return kept
 
 
 def report_of(folder: Path, capsys) -> str:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 from collections import Counter
 from pathlib import Path
@@ -375,13 +374,6 @@ def test_a_worker_has_the_same_threads_at_any_number_of_workers(monkeypatch):
         assert made == (*threads, "--keep-checkpoints", "0")
 
 
-def test_a_plan_takes_its_hosts_from_a_hostfile(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_text("node1 slots=4\nnode2 slots=2\n")
-    words = ("--configurations", "ddp-mpirun", "--hostfile", str(path), "--workers", "6")
-    assert plan_of(*words).hosts == "node1:4,node2:2"
-
-
 def test_a_server_that_gets_no_slot_here_makes_its_run_leave_this_host():
     server = CONFIGURATIONS["parameter-server"]
     assert Run(1, server, 2, 42, hosts="localhost:2,b:2").leaves_this_host
@@ -420,6 +412,12 @@ def test_a_server_that_gets_no_slot_here_makes_its_run_leave_this_host():
         (["--hosts", "a:1,a:1"], ["each host once"]),
         (["--hosts", "a:1", "--hostfile", "x"], ["give one"]),
         (["--blocks", "3", "--until-interval", "5%"], ["--blocks 3", "leave --until-interval out"]),
+        # A goal is of sides that there are, and a number.
+        (
+            ["--configurations", "ddp-torchrun", "horovod-mpi", "--goals", "ddp-torchrun:c=1"],
+            ["--goals ddp-torchrun:c: c: there is no such name"],
+        ),
+        (["--goals", "ddp-torchrun=fast"], ["expected `float`, got `str`"]),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_one_message(words, told, here, capfd):
@@ -428,17 +426,12 @@ def test_what_cannot_be_run_is_refused_with_one_message(words, told, here, capfd
     assert output.out == "" and all(word in " ".join(output.err.split()) for word in told)
 
 
-@pytest.fixture
-def allocation(tmp_path, monkeypatch):
-    """An allocation of two nodes of two tasks, with a scontrol that spells them out."""
+def test_in_an_allocation_all_launchers_fill_the_same_hosts(tmp_path, monkeypatch):
+    """Two nodes of two tasks, which a made-up scontrol spells out."""
     write_program(tmp_path / "scontrol", "echo a; echo b\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
-
-
-@pytest.mark.usefixtures("allocation")
-def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
     plan = plan_of(
         "--hosts",
         "slurm",
@@ -462,12 +455,6 @@ def test_in_an_allocation_all_launchers_fill_the_same_hosts(monkeypatch):
     assert "--mpi=pmix" not in commands["ddp-srun-2"]
     monkeypatch.setenv("SLURM_MPI_TYPE", "cray_shasta")
     assert "--mpi=pmix" not in plan.runs()[0].command(Path("x"))
-
-
-def test_srun_outside_slurm_is_told(capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda tool, path=None: None)
-    assert main(["--configurations", "ddp-srun"]) == 2
-    assert "srun, which is not on the PATH" in capsys.readouterr().err
 
 
 # Orders
@@ -634,7 +621,8 @@ HOSTFILES = sorted((ROOT / "hostfiles").glob("*.txt"))
 def test_every_form_of_a_hostfile(text: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    assert read_hostfile(path) == "node1:4,node2:2"
+    words = ("--configurations", "ddp-mpirun", "--hostfile", str(path), "--workers", "6")
+    assert plan_of(*words).hosts == read_hostfile(path) == "node1:4,node2:2"
 
 
 @pytest.mark.parametrize(

@@ -216,12 +216,6 @@ TWO_CASES = {
 }
 
 
-@pytest.fixture
-def one_block(tmp_path):
-    """A comparison of one block, without phases."""
-    return make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
-
-
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -257,9 +251,10 @@ OF_32 = "72 steps have 32 images each"
         ("outcome.json", {"status": "fine"}, "status = 'fine'"),
     ],
 )
-def test_figures_that_do_not_fit_together_are_named(one_block, file, changes, message):
-    edit(one_block / "block-1/ddp-torchrun-1" / file, **changes)
-    assert re.search(rf"line \d+: .*{message}", Record.open(one_block).problem)
+def test_figures_that_do_not_fit_together_are_named(tmp_path, file, changes, message):
+    folder = make_comparison(tmp_path / "compare-1", a_plan(blocks=1))
+    edit(folder / "block-1/ddp-torchrun-1" / file, **changes)
+    assert re.search(rf"line \d+: .*{message}", Record.open(folder).problem)
 
 
 TOOK = "images_per_second is {}, but a step of 32 to 64 images took 0.1 s"

@@ -134,6 +134,7 @@ def test_what_a_new_launcher_needs_is_told(
         ("ddp-torchrun", None, {"torchrun"}),
         ("ddp-torchrun", "a:1,b:1", {"torchrun", "mpirun"}),
         ("ddp-mpirun", None, {"mpirun", "python"}),
+        ("ddp-srun", None, {"srun", "python"}),
         ("horovod-gloo", "a:1,b:1", {"horovodrun", "python"}),
         ("horovod-mpi", None, {"horovodrun", "mpirun", "python"}),
     ],

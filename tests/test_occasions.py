@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from records import edit, lines_of, write_lines
+from test_compare_keep import kept_of
 from test_compare_turns import by_turns
 
 from compare import keep, report
@@ -124,17 +125,10 @@ def test_a_standard_deviation_is_told_from_four_occasions_on(tmp_path, number):
     assert bool(re.search(r"\bsd\b", as_text(reports))) == (number > 3)
 
 
-def kept_of(folder: Path, results: Path) -> Path:
-    words = ["--machine", "m", "--question", folder.name, "--results", str(results)]
-    assert keep.main([str(folder), *words]) == 0
-    [kept] = results.glob(f"m/*-{folder.name}")
-    return kept
-
-
 def test_a_copy_is_no_further_occasion(tmp_path, refusal):
     one, other = comparisons_of(tmp_path, 2)
     copied = shutil.copytree(one, tmp_path / "copied")
-    kept = kept_of(one, tmp_path / "results")
+    kept = kept_of(one)
     for copy in (one, copied, kept):
         for form in ("--no-html", "--json", "--csv"):
             told = refusal(report.main, [*map(str, (one, other, copy)), form], code=1)
@@ -155,7 +149,7 @@ def test_what_is_kept_asks_the_same_as_what_is_not(tmp_path, monkeypatch, fields
     for i, one in enumerate(folders):
         place = f"{tmp_path}/one/{i * is_other}"
         change_all(one, "settings", **dict.fromkeys(fields, place), val_dir=f"{keep.ROOT}/x")
-    both = [kept_of(folders[0], tmp_path / "results"), folders[1]]
+    both = [kept_of(folders[0]), folders[1]]
     assert "~/one/0" in (both[0] / "record.jsonl").read_text()
     told = SideBySide([Report(read_comparison(one)) for one in both])
     assert bool(told.not_pooled) == is_other and len(told.occasions) == 5 * (not is_other)

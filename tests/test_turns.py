@@ -335,7 +335,8 @@ def test_one_launch_measures_all_cases(tmp_path: Path, monkeypatch: pytest.Monke
     measured = run_blocks(cases, plan, tmp_path / "block-1", lines.append)
     blocks = [line.block for line in measured]
     assert [line.case for line in measured] == ["small", "large"]
-    assert sum(block.seconds for block in blocks) <= time.monotonic() - began
+    seconds = time.monotonic() - began
+    assert sum(block.seconds for block in blocks) <= seconds + 0.01  # they are rounded
     for block, sides in zip(blocks, cases, strict=True):
         order = [side.side for side in sides]
         speed = [turn.side for turn in block.of("speed")]
@@ -382,17 +383,6 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
     assert engine_timeout(seen[0].stall_timeout) == 1_000_000
 
 
-def test_a_known_delay_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
-    sides = [
-        script_side(tmp_path, "usual"),
-        script_side(tmp_path, "late", environment={DELAY: "3"}),
-    ]
-    [line] = run_blocks([sides], Plan(rounds=3, steps=10), tmp_path / "block-1", print)
-    block = line.block
-    assert turns.estimate([block], {"usual": 1, "late": -1}).ratio > 1.2
-
-
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
     hello = {"side": "x", "number": 0, "host": "a", "machine": "a", "cores": 2}
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler, ThreadPoolExecutor(1) as pool:
@@ -408,11 +398,8 @@ def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
             assert bool(scheduler.ranks) == (key == scheduler.key)
 
 
-def test_a_side_that_dies_is_reported(tmp_path: Path) -> None:
-    one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "at-start", "exit('alas')")
-    with pytest.raises(MeasurementError, match=r"^at-start ended with exit code 1:\n  \| alas"):
-        run_blocks([[one, dies]], PLAN, tmp_path / "block-1", print)
-    dies = script_side(tmp_path, "later")
+def test_a_side_that_dies_while_it_is_paused_is_reported(tmp_path: Path) -> None:
+    one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "later")
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(one, dies)
         scheduler.take_turn(dies, 0)
@@ -445,7 +432,6 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
     (tmp_path / "one.py").write_text(COUNTS)
     words = [sys.executable, "-c", MEASURES, str(tmp_path / "one.py"), str(tmp_path / "block-1")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as measures:
-        assert measures.stdout is not None
         numbers = measures.stdout.readline().split()
         rank, watchdog = (psutil.Process(int(number)) for number in numbers)
         if not has_watchdog:
@@ -456,28 +442,43 @@ def test_nothing_stays_if_who_measures_is_killed(has_watchdog: bool, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "meaning"),
     [
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
-        "torch.AcceleratorError: CUDA error: out of memory",
-        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
-        "Failed to CUDA calloc async 608 bytes",
-        "NCCL WARN Cuda failure 2 'out of memory'",
-        "HorovodInternalError: ncclCommInitRank failed: unhandled cuda error (run with "
-        "NCCL_DEBUG=INFO for details)",
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+            NO_ROOM,
+        ),
+        ("torch.AcceleratorError: CUDA error: out of memory", NO_ROOM),
+        (
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
+            "`cublasCreate(handle)`",
+            NO_ROOM,
+        ),
+        (
+            "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+            NO_ROOM,
+        ),
+        (
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+            "Failed to CUDA calloc async 608 bytes",
+            NO_ROOM,
+        ),
+        ("NCCL WARN Cuda failure 2 'out of memory'", NO_ROOM),
+        (
+            "HorovodInternalError: ncclCommInitRank failed: unhandled cuda error (run with "
+            "NCCL_DEBUG=INFO for details)",
+            NO_ROOM,
+        ),
+        # It admits one process only.
+        (
+            "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+            "compute mode",
+        ),
     ],
 )
-def test_what_has_no_room_beside_others_says_so(line: str) -> None:
-    meaning = next(HINTS_BY_OUTPUT[sign] for sign in HINTS_BY_OUTPUT if sign in line)
-    assert meaning == NO_ROOM and "--measure runs" in meaning
-
-
-def test_a_gpu_that_lets_in_one_process_only_is_told_by_its_compute_mode() -> None:
-    line = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
-    meaning = next(HINTS_BY_OUTPUT[sign] for sign in HINTS_BY_OUTPUT if sign in line)
-    assert "compute mode" in meaning and "--measure runs" in meaning
+def test_a_gpu_that_has_no_room_for_several_sides_says_so(line: str, meaning: str) -> None:
+    found = next(HINTS_BY_OUTPUT[sign] for sign in HINTS_BY_OUTPUT if sign in line)
+    assert meaning in found and "--measure runs" in found
 
 
 def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> None:
