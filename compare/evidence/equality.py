@@ -95,22 +95,22 @@ class Fact:
         return replace(self, rows=tuple(rows))
 
 
-def facts_of(run: RunRecord) -> dict[str, Any]:
+def values_of(run: RunRecord) -> dict[str, Any]:
     """Return all values of a run that must be equal.
 
     The git commit does not count: run.py compares the trainers' sources themselves, and a commit
     to the docs between two blocks does not change the training.
     """
-    facts = run.config.flags | {
+    values = run.config.flags | {
         "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
         for name, value in vars(run.environment).items()
         if value is not None and name in CONDITIONS
     }
-    facts |= run.environment.variables
+    values |= run.environment.variables
     if not run.is_side:
-        facts |= {name: getattr(run.summary, name) for name in EQUAL_IN_SUMMARY}
-        facts |= run.summary.fingerprint
-    return {name: value for name, value in facts.items() if name not in PLACES}
+        values |= {name: getattr(run.summary, name) for name in EQUAL_IN_SUMMARY}
+        values |= run.summary.fingerprint
+    return {name: value for name, value in values.items() if name not in PLACES}
 
 
 def varied_fields(plan: Plan, first: str, second: str) -> set[str]:
@@ -153,7 +153,7 @@ def compare_facts(
     facts = []
     for is_of_sides, runs in ((False, whole), (True, sides)):
         in_order = sorted(runs, key=lambda run: (run.block, order(run.configuration)))
-        values = [(run, facts_of(run)) for run in in_order]
+        values = [(run, values_of(run)) for run in in_order]
         for name in dict.fromkeys(name for _, of_run in values for name in of_run):
             fact = Fact(
                 field=name,

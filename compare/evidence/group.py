@@ -2,14 +2,14 @@
 compared with each other and with no other group."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from compare.evidence.equality import Fact, compare_facts
 from compare.evidence.paired import Estimate
 from compare.evidence.runs import RunRecord
-from compare.evidence.turns import Block, Turn, estimate, turn_error
+from compare.evidence.turns import Block, Turn, estimate, throughput, turn_error
 from compare.plan.plan import Plan
 
 
@@ -57,7 +57,7 @@ class Group:
     @cached_property
     def seconds(self) -> float:
         """The time of measuring, without the time in which other processes used the cores."""
-        return sum(block.measuring_seconds for block in self.blocks)
+        return sum(max(0.0, block.seconds - block.disturbed_seconds) for block in self.blocks)
 
     @cached_property
     def disturbed_seconds(self) -> float:
@@ -74,11 +74,20 @@ class Group:
         """The speed ratio first / second of each judged pair that has a block."""
         found = {}
         for first, second in self.plan.pairs():
-            if blocks := self.blocks_with((first, second)):
-                powers = {first: 1, second: -1}
-                ratio = estimate(blocks, powers, confidence=self.confidence)
-                found[first, second] = replace(ratio, turn_error=turn_error(blocks, powers))
+            powers = {first: 1, second: -1}
+            ratio = self.estimate(powers)
+            if ratio is not None:
+                error = turn_error(self.blocks_with(powers), powers)
+                found[first, second] = replace(ratio, turn_error=error)
         return found
+
+    def estimate(
+        self, powers: Mapping[str, int], value: Callable[[Turn], float] = throughput
+    ) -> Estimate | None:
+        """Estimate the product of the sides' rates, each raised to its power, as `turns.estimate`
+        does; None if no block has all these sides."""
+        blocks = self.blocks_with(powers)
+        return estimate(blocks, powers, value, self.confidence) if blocks else None
 
     @cached_property
     def facts(self) -> list[Fact]:

@@ -9,7 +9,6 @@ from compare.evidence.equality import Fact
 from compare.evidence.group import Group
 from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
 from compare.evidence.record import Record
-from compare.evidence.turns import estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +44,12 @@ def find(record: Record, group: Group, powers: Mapping[str, int]) -> Finding:
     its power (as in `estimate`)."""
     between = group.facts_between([*powers])
     differences = {fact.field: fact for fact in between if fact.is_confounder}
-    blocks = group.blocks_with([*powers])
-    speed = None
-    if blocks and not differences:
-        speed = estimate(blocks, powers, confidence=group.confidence)
     return Finding(
         case=group.case,
         workers=group.workers,
         differences=tuple(differences.values()),
         is_finished=group.place not in record.unfinished,
-        speed=speed,
+        speed=None if differences else group.estimate(powers),
     )
 
 

@@ -26,12 +26,12 @@ MIN_OCCASIONS = 4  # to give a standard deviation between them: from fewer it is
 def refuse_copies(comparisons: Sequence[Record]) -> None:
     """Raise UserError if two folders hold the same comparison (kept, copied or given twice): a
     duplicate would narrow the interval without new information."""
-    for one, other in combinations(comparisons, 2):
-        made = (one.plan.created_utc, one.plan.order_seed)
+    for record, other in combinations(comparisons, 2):
+        made = (record.plan.created_utc, record.plan.order_seed)
         if made == (other.plan.created_utc, other.plan.order_seed):
             raise UserError(
-                f"{one.folder} and {other.folder} are the same comparison, begun at {made[0]}: a "
-                "copy adds no information; give one of them"
+                f"{record.folder} and {other.folder} are the same comparison, begun at {made[0]}: "
+                "a copy adds no information; give one of them"
             )
 
 

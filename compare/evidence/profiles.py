@@ -181,7 +181,7 @@ def exchange_lines(steps: Sequence[Step]) -> list[str]:
     after the last gradient is ready."""
     typical = sorted(steps, key=lambda step: max(m.ended for m in step))[(len(steps) - 1) // 2]
     heads = ("gradients", "MB", "ready, ms", "on all ranks", "all-reduce begins", "ends")
-    exposed = [max(0.0, max(m.ended for m in one) - max(m.ready for m in one)) for one in steps]
+    exposed = [max(0.0, max(m.ended for m in step) - max(m.ready for m in step)) for step in steps]
     return [
         tabulate(typical, heads, floatfmt=".1f"),
         f"After the last gradient is ready, all-reduces take {median(exposed):.3g} ms more (median "

@@ -233,7 +233,7 @@ def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str,
     separately, it counts as part of backward in both."""
     if (EXPOSED in own) != (EXPOSED in other):
         own, other = (
-            {**one, BACKWARD: one.get(BACKWARD, 0.0) + one.get(EXPOSED, 0.0)}
-            for one in (own, other)
+            {**step, BACKWARD: step.get(BACKWARD, 0.0) + step.get(EXPOSED, 0.0)}
+            for step in (own, other)
         )
     return {name: own[name] - other[name] for name in own if name in other}

@@ -48,11 +48,11 @@ def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
     margin's size (92.6 of 100 cover it instead of 94.2).
     """
     return all(
-        one.degrees >= MIN_DEGREES_TO_STOP
-        and one.relative_half_width <= plan.until_interval
-        and student_quantile(one.confidence, one.degrees) * BLOCKS_OVER_TURNS * one.turn_error
+        ratio.degrees >= MIN_DEGREES_TO_STOP
+        and ratio.relative_half_width <= plan.until_interval
+        and student_quantile(ratio.confidence, ratio.degrees) * BLOCKS_OVER_TURNS * ratio.turn_error
         <= math.log1p(plan.until_interval)
-        for one in estimates
+        for ratio in estimates
     )
 
 

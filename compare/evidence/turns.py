@@ -58,11 +58,6 @@ class Block:
     weights: dict[str, Text] = field(default_factory=dict)
     unit: Text = "images"  # what `images` of turns counts; a user's own scripts may name another
 
-    @property
-    def measuring_seconds(self) -> float:
-        """The block's seconds without the time in which other processes used the cores."""
-        return max(0.0, self.seconds - self.disturbed_seconds)
-
     @cached_property
     def quiet_rounds(self) -> dict[int, float]:
         """The rounds that count: the quiet ones, or the quietest third if fewer were quiet. The
@@ -164,5 +159,5 @@ def turn_error(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
         if powers.keys() <= {*block.order}
     ]
     return math.hypot(
-        *(np.std(one) / math.sqrt(max(1, np.size(one) - 1)) for one in scatter)
+        *(np.std(turns) / math.sqrt(max(1, np.size(turns) - 1)) for turns in scatter)
     ) / len(scatter)

@@ -9,7 +9,7 @@ from compare.evidence.group import Group
 from compare.evidence.judgement import Finding, find, holm, judged_together
 from compare.evidence.paired import Estimate
 from compare.evidence.record import Record
-from compare.evidence.turns import estimate, work_per_cpu_second
+from compare.evidence.turns import work_per_cpu_second
 
 DIFFERENT = ("faster", "slower")
 
@@ -105,8 +105,10 @@ def judge_pair(
     """Compare two configurations over the blocks in which both are complete."""
     first, second = pair
     plan, powers = record.plan, {first: 1, second: -1}
-    verdict = Verdict(
-        **vars(find(record, group, powers)),
+    finding = find(record, group, powers)
+    work = group.estimate(powers, work_per_cpu_second) if finding.speed else None
+    return Verdict(
+        **vars(finding),
         first=first,
         second=second,
         first_label=labels[first],
@@ -115,13 +117,10 @@ def judge_pair(
         unit=record.unit,
         is_null_test=plan.null,
         delay=plan.delay if pair == plan.pairs()[-1] else None,
+        cpu=work.inverse() if work else None,
         equal_weights=equal_weights(group, pair),
         equal_work=equal_work(group, pair) if plan.side else None,
     )
-    if verdict.speed is None:
-        return verdict
-    work = estimate(group.blocks, powers, work_per_cpu_second, group.confidence)
-    return replace(verdict, cpu=work.inverse())
 
 
 def equal_weights(group: Group, pair: tuple[str, str]) -> tuple[bool, ...]:
@@ -139,15 +138,18 @@ def interaction(record: Record, group: Group, verdicts: Iterable[Verdict]) -> Es
     transport divided by that over the other. None unless judged pairs that differ in nothing else
     connect all corners of a square: only for such pairs is it known that nothing else differs."""
     corners = [*record.square.values()]
-    known = [{verdict.first, verdict.second} for verdict in verdicts if verdict.speed is not None]
+    known = [
+        {verdict.first, verdict.second}
+        for verdict in verdicts
+        if verdict.speed is not None and (verdict.case, verdict.workers) == group.place
+    ]
     joined = {*corners[:1]}
     for _ in corners:
         joined = joined.union(*(pair for pair in known if pair & joined and pair <= {*corners}))
     if not corners or joined != {*corners}:
         return None
     powers = dict(zip(corners, (1, -1, -1, 1), strict=True))
-    blocks = group.blocks_with(corners)
-    return estimate(blocks, powers, confidence=group.confidence) if blocks else None
+    return group.estimate(powers)
 
 
 def equal_work(group: Group, pair: tuple[str, str]) -> EqualWork:

@@ -22,7 +22,8 @@ def count(number: int, noun: str) -> str:
 def place_text(case: str, workers: int) -> str:
     """Name a case at a number of workers: without the case if the plan has none, and without the
     workers for a user's own scripts, which do not state them."""
-    return ", ".join(filter(None, [case, count(workers, "worker") * (workers > 0)])) or OWN_SCRIPTS
+    parts = [case, count(workers, "worker") if workers else ""]
+    return ", ".join(filter(None, parts)) or OWN_SCRIPTS
 
 
 def three_digits(value: float) -> str:

@@ -106,8 +106,8 @@ class Scale:
 
 def linear(values: Iterable[float], label: str = "", zero: bool = False) -> Scale:
     """Return a scale over the finite values, with round ticks; with `zero` it includes 0."""
-    finite = [value for value in values if math.isfinite(value)] + [0.0] * zero or [0.0, 1.0]
-    low, high = min(finite), max(finite)
+    finite = [value for value in [*values, *([0.0] if zero else [])] if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
     if high == low:
         low, high = (0.0, high or 1.0) if zero else (low - 0.5, high + 0.5)
     least = (high - low) / TICKS

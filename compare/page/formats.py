@@ -148,7 +148,8 @@ def fact_text(fact: Fact) -> str:
     """Return the value that runs have in common, or in what they differ."""
     if fact.unequal_blocks:
         return f"{difference_text(fact).split(': ', 1)[1]} ({place_text(fact.case, fact.workers)})"
-    return short(fact.rows[0].value) + (", another in each block" * fact.is_of_block)
+    value = short(fact.rows[0].value)
+    return f"{value}, another in each block" if fact.is_of_block else value
 
 
 def commands(record: Record) -> list[tuple[str, str]]:

@@ -49,13 +49,14 @@ def draw_plots(report: Report) -> list[Plot]:
     ]
 
 
-def placed(plots: Iterable[Plot | None], case: str) -> list[Plot]:
-    """Add the case to the plots' titles, and to their names, which serve as file names."""
+def placed(plots: Iterable[Plot], case: str) -> list[Plot]:
+    """Add the case to the plots' titles, and to their names, which serve as file names; leave out
+    those without points."""
     suffix = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in case)
     return [
         replace(plot, name=f"{plot.name}-{suffix}", title=f"{plot.title}, {case}") if case else plot
         for plot in plots
-        if plot is not None
+        if any(layer.points for layer in plot.layers)
     ]
 
 
@@ -83,9 +84,8 @@ def line_style(report: Report, name: str) -> tuple[int, str]:
 # ------------------------------------------------------------------------------------ the verdict
 
 
-def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
-    """Show each verdict's interval beside equal speed and the plan's margin for "equal"; None if
-    no ratio was measured."""
+def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot:
+    """Show each verdict's interval beside equal speed and the plan's margin for "equal"."""
     layers: list[Layer] = []
     rows: list[PlotRow] = []
     measured = [verdict for verdict in verdicts if verdict.speed is not None]
@@ -95,9 +95,7 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot | None:
         name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", at)))
         layers += verdict_layers(len(rows), name, verdict)
         rows.append(PlotRow(len(rows), name))
-    if not rows:
-        return None
-    most = max(0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0]))
+    most = max([0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0])])
     ticks = linear([max(0.02, 1 - most), 1 + most]).ticks
     margins = " or ".join(dict.fromkeys(f"{100 * verdict.margin:g}" for verdict in measured))
     return row_plot(
@@ -146,11 +144,9 @@ def interval_line(estimate: Estimate, y: float) -> Layer:
 # ------------------------------------------------------------------------------------------ speed
 
 
-def plot_throughput(report: Report, case: str) -> Plot | None:
-    """Show each configuration's speed at each number of workers; None if none was measured."""
+def plot_throughput(report: Report, case: str) -> Plot:
+    """Show each configuration's speed at each number of workers."""
     rows = [row for row in report.speed if row["case"] == case]
-    if not rows:
-        return None
     layers, named, unit = list[Layer](), list[PlotRow](), report.record.unit
     fewest: dict[str, Row] = {}
     for y, (row, name) in enumerate(zip(rows, row_names(report, rows), strict=True)):
@@ -181,13 +177,14 @@ def row_names(report: Report, rows: Sequence[Row]) -> list[str]:
     """Return the names of a plot's rows, with the number of workers if it differs between them."""
     is_several = len({row["workers"] for row in rows}) > 1
     return [
-        place_text(report.labels[row["configuration"]], is_several * row["workers"]) for row in rows
+        place_text(report.labels[row["configuration"]], row["workers"] if is_several else 0)
+        for row in rows
     ]
 
 
-def plot_drift(report: Report, case: str) -> Plot | None:
+def plot_drift(report: Report, case: str) -> Plot:
     """Show speed over the blocks in the order in which they ran, of the turns that count only;
-    None with fewer than two points."""
+    nothing with fewer than two points."""
     layers: list[Layer] = []
     cells = [cell for cell in cells_of(report.record) if cell[0].case == case]
     mark, unit = 0 if report.record.is_by_turns else 2, report.record.unit
@@ -204,7 +201,7 @@ def plot_drift(report: Report, case: str) -> Plot | None:
         layers += curve(report, name, points, texts, 1.1, mark)
     x, y = values_of(layers)
     if len({*x}) < 2:
-        return None
+        layers = []
     return Plot(
         "drift",
         "Speed over the experiment",
@@ -217,11 +214,9 @@ def plot_drift(report: Report, case: str) -> Plot | None:
     )
 
 
-def plot_phases(report: Report, case: str) -> Plot | None:
-    """Show how a step's time divides into phases; None if no run measured it."""
+def plot_phases(report: Report, case: str) -> Plot:
+    """Show how a step's time divides into phases."""
     shown = [row for row in report.phases if row["case"] == case]
-    if not shown:
-        return None
     milliseconds = [1000 * row["step_seconds"] for row in shown]
     totals = [f"{three_digits(ms)} ms" for ms in milliseconds]
     rows = [*map(PlotRow, range(len(shown)), row_names(report, shown), totals)]
@@ -257,9 +252,9 @@ def phase_layers(row: Row, place: PlotRow) -> list[Layer]:
     return layers
 
 
-def plot_time_to_accuracy(report: Report, case: str) -> Plot | None:
+def plot_time_to_accuracy(report: Report, case: str) -> Plot:
     """Show validation top-1 against the training clock, of the undisturbed runs with the most
-    workers; None without evaluations."""
+    workers."""
     layers: list[Layer] = []
     whole = [run for run in report.record.complete if run.case == case]
     most = max((run.workers for run in whole), default=0)
@@ -267,14 +262,12 @@ def plot_time_to_accuracy(report: Report, case: str) -> Plot | None:
     runs.sort(key=lambda run: line_style(report, run.configuration)[0])
     blocks = thinned(sorted({run.block for run in runs}), BLOCKS_IN_DETAIL)
     for run in (run for run in runs if run.block in blocks):
-        line = [(one.train_seconds_so_far, one.top1) for one in run.evaluations]
+        line = [(found.train_seconds_so_far, found.top1) for found in run.evaluations]
         shown = thinned(line, MAX_POINTS // len(runs))
         name = f"{report.labels[run.configuration]}, block {run.block}"
         texts = [f"{name}: {y:.2f} % after {x:,.4g} s" for x, y in shown]
         layers += curve(report, run.configuration, shown, texts, 1.3, 2)
     x, y = values_of(layers)
-    if not x:
-        return None
     return Plot(
         "time-to-accuracy",
         "Top-1 against time",

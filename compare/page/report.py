@@ -28,7 +28,7 @@ from compare.evidence.words import (
     without_paths,
 )
 from compare.page.labels import labels_of
-from compare.page.sentences import correction_text, headline
+from compare.page.sentences import claim, correction_text, said
 from compare.plan.configurations import ENGINES, PEERS
 from compare.plan.plan_file import plan_table
 from recipe.record.schema import Environment
@@ -72,13 +72,11 @@ class Report:
         self.labels = labels_of(record)
         self.verdicts = judge(record, self.labels)
         self.goals = goals_of(record)
-        found = {
-            group.place: interaction(
-                record, group, [v for v in self.verdicts if (v.case, v.workers) == group.place]
-            )
+        self.interactions = {
+            group.place: found
             for group in record.groups
+            if (found := interaction(record, group, self.verdicts)) is not None
         }
-        self.interactions = {place: one for place, one in found.items() if one is not None}
         self.correction = correction_text(record, self.verdicts)
         self.speed = speed_rows(record)
         self.trainings = training_rows(record)
@@ -138,17 +136,18 @@ class Report:
         finished = {(v.case, v.workers) for v in judged.values()}
         over = [*dict.fromkeys(transport for _, transport in self.record.square)]
         return {key: v.speed for key, v in judged.items() if v.speed} | {
-            (*place, f"the ratio DDP / Horovod over {over[0]}", f"that over {over[1]}"): one
-            for place, one in self.interactions.items()
-            if place in finished and one.error
+            (*place, f"the ratio DDP / Horovod over {over[0]}", f"that over {over[1]}"): speed
+            for place, speed in self.interactions.items()
+            if place in finished and speed.error
         }
 
     @property
     def headline(self) -> list[str]:
-        """The answer to the plan's question: the verdicts on its first pair, in plain words."""
+        """The answer to the plan's question: the verdicts on its first pair, in plain words
+        without figures."""
         first = self.record.plan.pairs()[:1]
         asked = [verdict for verdict in self.verdicts if (verdict.first, verdict.second) in first]
-        return [headline(verdict, is_placed=len(asked) > 1) for verdict in asked]
+        return [said(verdict, claim(verdict), is_placed=len(asked) > 1) for verdict in asked]
 
     @property
     def equal_weights(self) -> str:
@@ -218,55 +217,50 @@ class Report:
     def limits(self) -> list[str]:
         """What the comparison does not show."""
         runs, workers = self.record.written, ", ".join(map(str, self.record.plan.workers))
-        is_own = bool(self.record.plan.side)
-        environment, is_cpu = runs[0].environment, runs[0].environment.device == "cpu"
+        environment = runs[0].environment
+        threads = {run.environment.threads for run in runs}
         widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
-        shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths, default=0))
-        limits = [
-            (
-                is_cpu,
+        limits = [f"Devices other than {environment.device_name}."]
+        if environment.device == "cpu":
+            limits = [
                 "GPUs. This was measured on a CPU: on a GPU a step computes many times faster "
                 "and the gradients travel through NCCL, so neither the ratio nor its direction "
-                "carries over.",
-            ),
-            (not is_cpu, f"Devices other than {environment.device_name}."),
-            (not is_own, f"Numbers of workers other than {workers}: they were not measured."),
-            (is_own, "That the scripts train equally well: only they know what they compute."),
-            (
-                not is_own,
+                "carries over."
+            ]
+        if self.record.plan.side:
+            limits.append("That the scripts train equally well: only they know what they compute.")
+        else:
+            limits += [
+                f"Numbers of workers other than {workers}: they were not measured.",
                 f"Other models and batch sizes. {runs[0].config.arch or 'The model'} at "
                 "this batch size has its own ratio of computation to communication; with more "
                 "weights or a smaller batch, a step waits longer for its gradients.",
-            ),
-            (
-                len(environment.hosts) == 1,
+            ]
+        if len(environment.hosts) == 1:
+            limits.append(
                 "Networks. All workers ran on one host, where messages "
                 "pass through memory or the loopback interface. Between hosts, latency and "
-                "bandwidth decide, and the engines may differ in other ways.",
-            ),
-            (
-                is_cpu and len({run.environment.threads for run in runs}) > 1,
-                "Scaling to more "
-                f"machines. All workers share {count(environment.cores, 'core')}; the more "
-                "workers, the fewer threads each has. The column “scaling” shows how well those "
-                "cores were used, not what a second machine would bring.",
-            ),
-            (
-                bool(widths),
+                "bandwidth decide, and the engines may differ in other ways."
+            )
+        if environment.device == "cpu" and len(threads) > 1:
+            limits.append(
+                f"Scaling to more machines. All workers share {count(environment.cores, 'core')}; "
+                "the more workers, the fewer threads each has. The column “scaling” shows how well "
+                "those cores were used, not what a second machine would bring."
+            )
+        if widths:
+            shown = percent_text(HALF_WIDTHS_OF_80_PERCENT * max(widths))
+            limits += [
                 "Other occasions. An interval describes this hour on this machine. When "
                 "comparisons were repeated on the recorded machines, their ratios differed between "
                 "occasions by a standard deviation of up to 6.1 % (two occasions of engines as "
                 "they come; up to 3.5 % in squares of engines and transports). Measure again at "
                 "other hours, and give report.py all folders.",
-            ),
-            (
-                bool(widths),
-                "Small differences. With intervals this wide, a true difference of "
-                f"{shown} is shown with a probability of 80 %, and one of two thirds of that with "
-                "50 %. Some verdicts may show smaller ones.",
-            ),
-        ]
-        return [text for applies, text in limits if applies]
+                f"Small differences. With intervals this wide, a true difference of {shown} is "
+                "shown with a probability of 80 %, and one of two thirds of that with 50 %. Some "
+                "verdicts may show smaller ones.",
+            ]
+        return limits
 
 
 class SideBySide:
@@ -280,24 +274,24 @@ class SideBySide:
     def __init__(self, reports: Sequence[Report]):
         self.reports = reports
         records = [report.record for report in reports]
-        self.names = shortest_unique_names([one.folder for one in records])
+        self.names = shortest_unique_names([record.folder for record in records])
         # Their full names would make a table too wide.
         self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
         # In what the comparisons differ, apart from the order and the noise of their runs: a value
         # for each comparison. Several values within a comparison are joined.
         settings = dict.fromkeys(
             name
-            for one in records
-            for run in one.written
+            for record in records
+            for run in record.written
             for name in run.config.flags | run.environment.variables
             if name not in NOT_SETTINGS
         )
         values: dict[str, Sequence[str]] = {
-            "measured by": [one.plan.measure for one in records],
-            "scripts": [json.dumps(one.plan.scripts, sort_keys=True) for one in records],
+            "measured by": [record.plan.measure for record in records],
+            "scripts": [json.dumps(record.plan.scripts, sort_keys=True) for record in records],
         }
         for name in dict.fromkeys((*ENVIRONMENT, *settings)):
-            values[name] = [without_paths(values_text(one, name)) for one in records]
+            values[name] = [without_paths(values_text(record, name)) for record in records]
         self.differences = {name: texts for name, texts in values.items() if len({*texts}) > 1}
         others = [name for name, texts in self.differences.items() if asks_other(name, texts)]
         pooled = over_occasions([report.ratios for report in reports])
@@ -311,9 +305,9 @@ class SideBySide:
 
 
 def asks_other(name: str, values: Sequence[str]) -> bool:
-    """Return whether comparisons with these values of a setting, or of a fact, ask different
-    questions. Names of hosts and GPUs may differ. A setting that a record lacks counts as its
-    default: the version that wrote the record did not have it yet."""
+    """Return whether comparisons with these values of a setting, or of a field of the environment,
+    ask different questions. Names of hosts and GPUs may differ. A setting that a record lacks
+    counts as its default: the version that wrote the record did not have it yet."""
     if name in ("hosts", "CUDA_VISIBLE_DEVICES"):
         values = [str(value.count(",")) for value in values]
     known = short(getattr(Config(), name, NOT_RECORDED)) or "none"
@@ -322,7 +316,7 @@ def asks_other(name: str, values: Sequence[str]) -> bool:
 
 
 def values_text(record: Record, name: str) -> str:
-    """Return the values of a setting, or of a fact, in the order of the cells."""
+    """Return the values of a setting, or of a field of the environment, in the cells' order."""
     runs = sorted(record.written, key=lambda run: (run.case, run.workers, run.configuration))
     recorded = (
         vars(run.environment)

@@ -49,11 +49,6 @@ NOT_FOUND = (
 # The verdicts.
 
 
-def headline(verdict: Verdict, is_placed: bool) -> str:
-    """Return a verdict as one plain sentence, without its interval and number of blocks."""
-    return said(verdict, claim(verdict), is_placed)
-
-
 def sentence(verdict: Verdict) -> str:
     """Return a verdict as a sentence with its figures, or the reason why there is none."""
     text, speed = claim(verdict), verdict.speed

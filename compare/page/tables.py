@@ -70,7 +70,7 @@ class Column:
         if value is None or isinstance(value, str):
             return TableCell(value or "–")
         if isinstance(value, Difference):
-            mean, half = (self.scale * (one or 0) for one in value)
+            mean, half = (self.scale * (part or 0) for part in value)
             width = "" if value.half_width is None else f"±{half:.1f}"
             return TableCell(f"{mean:+.1f}".replace("-", "−"), mean, width)
         if isinstance(value, Estimate):
@@ -115,7 +115,6 @@ def counted(number: int, planned: int | None) -> TableCell:
 
 def speed_columns(unit: str) -> tuple[Column, ...]:
     """Return the columns of speed, in images or in the unit that a user's own scripts count."""
-    one = unit.removesuffix("s")
     return (
         Column(
             f"{unit}/s",
@@ -132,7 +131,11 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
             note=f"Scaling: {unit}/s per worker, as a percentage of {unit}/s per worker with "
             "the fewest workers in the block of the same number, with its interval.",
         ),
-        Column(f"CPU ms per {one}", "cpu_ms_per_image", note="CPU time: of all workers."),
+        Column(
+            f"CPU ms per {unit.removesuffix('s')}",
+            "cpu_ms_per_image",
+            note="CPU time: of all workers.",
+        ),
         Column("blocks", lambda row: counted(row["blocks"], row["planned_blocks"])),
     )
 
@@ -221,9 +224,9 @@ def all_tables(report: Report) -> list[Table]:
         "first saves time. Paired by block; the phases add up to the step. Each interval covers "
         "its own phase alone, without a correction for their number."
     )
-    unused = "No speed verdict uses these runs: speed is measured by turns." * is_by_turns
+    unused = "No speed verdict uses these runs: speed is measured by turns." if is_by_turns else ""
     most = max((row["planned_runs"] for row in trainings), default=1)
-    costs = RESOURCES + LADDER * has_rungs
+    costs = RESOURCES + LADDER if has_rungs else RESOURCES
     found = [
         cell_table(
             report,
@@ -353,7 +356,7 @@ def square_table(report: Report, *place: Any) -> Table:
     here = [v for v in report.verdicts if (v.case, v.workers) == place and v.speed]
     ratios = {(v.first, v.second): v.speed for v in here if v.speed}
     ratios |= {(second, first): speed.inverse() for (first, second), speed in ratios.items()}
-    one, other = dict.fromkeys(engine for engine, _ in corners)
+    first_engine, second_engine = dict.fromkeys(engine for engine, _ in corners)
     new, base = dict.fromkeys(transport for _, transport in corners)
 
     def ratio(first: tuple[str, str], second: tuple[str, str]) -> TableCell:
@@ -366,10 +369,10 @@ def square_table(report: Report, *place: Any) -> Table:
             rates.get(corners[engine, new]),
             ratio((engine, new), (engine, base)),
         )
-        for engine in (one, other)
+        for engine in (first_engine, second_engine)
     ]
-    engines = [ratio((one, over), (other, over)) for over in (base, new)]
-    name = TableCell(f"{PEERS[one]} / {PEERS[other]}", series=-1)
+    engines = [ratio((first_engine, over), (second_engine, over)) for over in (base, new)]
+    name = TableCell(f"{PEERS[first_engine]} / {PEERS[second_engine]}", series=-1)
     lines.append((name, *engines, ratio_cell(report.interactions.get(place))))
     heads = ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
     return Table(
