@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from launching import marked, rarely, read_json, wait_until
+from launching import marked, rarely, wait_until
 from records import a_summary, an_environment, lines_of
 
 from compare import run
@@ -203,7 +203,7 @@ def test_every_run_is_made_once_in_blocks_and_said(comparing):
     (folder,) = comparing.folder.glob("runs/compare-*")
     assert f"compare/report.py {folder.relative_to(comparing.folder)}" in output
     run = folder / "block-1/horovod-mpi-2"
-    assert {path.name for path in run.iterdir()} >= {"output.log", "command.txt", "outcome.json"}
+    assert {path.name for path in run.iterdir()} >= {"output.log", "command.txt"}
     assert (run / "output.log").read_text() == "line before the end\n"
     assert re.search(r"^\[ 1/12\] block 1.* 1,23.* left", output, re.MULTILINE)
     assert "[12/12] block 3" in output
@@ -257,7 +257,7 @@ def test_an_interruption_leaves_no_process_and_the_same_command_goes_on(
     shown = next(line for line in output.splitlines() if "--out runs/compare-" in line)
     assert shlex.split(shown)[-len(trainer) :] == trainer
     (folder,) = comparing.folder.glob("runs/compare-*")
-    assert not (folder / place / "outcome.json").exists()
+    assert place not in {line.get("place") for line in lines_of(folder)}
     # The run would hang again: that it is started at all, and the others are not, is the point.
     process = comparing.start(*command)
     wait_until(lambda: len(comparing.starts()) > len(before))
@@ -280,7 +280,9 @@ def test_how_a_run_ended_is_said_and_nothing_of_it_is_left(comparing, words, end
     run = "block-1/horovod-mpi-1"
     assert said in comparing.run(*SMALL, *words, run, code=ended)
     assert len(comparing.starts()) == 4 and not comparing.processes()
-    outcome = read_json(comparing.folder / f"out/{run}/outcome.json")
+    [outcome] = [
+        line["outcome"] for line in lines_of(comparing.folder / "out") if line.get("place") == run
+    ]
     assert (outcome["other_load"] is None) == bool(outcome["leftover_processes"])
 
 

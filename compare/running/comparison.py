@@ -25,6 +25,7 @@ from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, so
 from compare.running.launch import (
     TAIL_INDENT,
     duration,
+    failed_folder,
     last_step,
     print_line,
     print_live,
@@ -223,12 +224,15 @@ def make_missing(runs: list[Run], plan: Plan, record: Record) -> list[Run]:
         check_sources(plan, record)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run.cell}"
+        folder = record.folder / run.folder
+        if record.outcome(run).status != "not run" and folder.exists():  # it has failed before
+            folder.rename(failed_folder(folder))
         outcome = start_and_wait(run, record.folder, plan.timeout, label)
         record_run(run, outcome, record)
         # From the mean time of the runs that have ended; 0 s means that a run was not started.
         done = [seconds for run in runs if (seconds := record.outcome(run).seconds)]
         left = mean(done) * len(record.missing(runs)) if done else None
-        show_outcome(label, run, record.folder / run.folder, outcome, left)
+        show_outcome(label, run, folder, outcome, left)
         if outcome.status != "completed":
             failed.append(run)
     return failed

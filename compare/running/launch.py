@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from compare.plan.environment import run_environment
 from compare.plan.launchers import has_daemons
 from compare.plan.plan import Outcome, Run, Status
 from compare.running.take_turns import busy_cpu_seconds, send_signal
-from recipe.files import write_json
 from recipe.record.schema import rate_text
 
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
@@ -46,68 +45,48 @@ def start_and_wait(
     label: str,
     end_after_steps: int | None = None,
 ) -> Outcome:
-    """Start one run in a clean folder, wait for its end and record how it ended. A warm-up is
-    complete after `end_after_steps` steps."""
-    folder = comparison / run.folder
-    clear_folder(folder, keep_failure=end_after_steps is None)
+    """Start one run in a clean folder, wait for its end and return how it ended. None of its
+    processes is left behind, whatever happens.
 
-    def look(elapsed: float) -> Status | None:
-        step = last_step(folder / "metrics.jsonl") or {"step": 0}
-        speed = step.get("images_per_second")
-        print_live(
-            [
-                label,
-                f"step {step['step']:,}   {rate_text(speed)} images/s" if speed else "",
-                f"running {duration(elapsed)}",
-            ]
-        )
-        return "completed" if end_after_steps and step["step"] >= end_after_steps else None
-
-    command, summary = run.command(folder.parent), folder / "summary.json"
-    return start_command(
-        command, folder, timeout, summary, look, not has_daemons(run.configuration)
-    )
-
-
-def start_command(
-    command: list[str],
-    folder: Path,
-    timeout: float,
-    result: Path,
-    look: Callable[[float], Status | None] = lambda elapsed: None,
-    counts_load: bool = True,
-) -> Outcome:
-    """Start a command with its output in `folder`, and write how it ended into outcome.json. None
-    of its processes is left behind, whatever happens.
-
-    The status is "completed" if it exits with 0 and has written `result`, else "failed"; "timed
-    out"; or what `look` returns. `look` is called repeatedly with the elapsed seconds, and ends the
-    command by a result that is not None.
+    It is "completed" if it exits with 0 and has written its summary, or after `end_after_steps`
+    steps (a warm-up); else "timed out" or "failed".
     """
+    folder = comparison / run.folder
+    clear_folder(folder)
     status: Status | None = None
     busy, own = busy_cpu_seconds(), own_cpu_seconds()
     began = time.monotonic()
     with Launches() as launches:
-        launcher = launches.launch(command, folder)
+        launcher = launches.launch(run.command(folder.parent), folder)
         while launcher.poll() is None and not status:
             elapsed = time.monotonic() - began
-            status = "timed out" if elapsed > timeout else look(elapsed)
+            step = last_step(folder / "metrics.jsonl") or {"step": 0}
+            show_progress(label, step, elapsed)
+            if elapsed > timeout:
+                status = "timed out"
+            elif end_after_steps and step["step"] >= end_after_steps:
+                status = "completed"
             launches.wait(POLL_SECONDS)
         left = launches.end()
     seconds = time.monotonic() - began
     others = busy_cpu_seconds() - busy - (own_cpu_seconds() - own)
     # The CPU time of killed processes is not known: they are not waited for.
-    is_counted = counts_load and not status and left == 0
-    is_good = launcher.returncode == 0 and result.exists()
-    outcome = Outcome(
+    is_counted = not has_daemons(run.configuration) and not status and left == 0
+    is_good = launcher.returncode == 0 and (folder / "summary.json").exists()
+    return Outcome(
         status or ("completed" if is_good else "failed"),
         launcher.returncode,
         round(max(0.0, others) / seconds, 3) if is_counted else None,
         round(seconds, 3),
         left,
     )
-    write_json(folder / "outcome.json", {**vars(outcome), "ended_utc": utc_now()})
-    return outcome
+
+
+def show_progress(label: str, step: dict[str, Any], elapsed: float) -> None:
+    """Show the last step of a run, and for how long it has been running."""
+    speed = step.get("images_per_second")
+    at = f"step {step['step']:,}   {rate_text(speed)} images/s" if speed else ""
+    print_live([label, at, f"running {duration(elapsed)}"])
 
 
 class Launches:
@@ -215,11 +194,8 @@ def watch(mark: str, grace_seconds: float) -> None:
     kill_marked(mark)
 
 
-def clear_folder(folder: Path, keep_failure: bool) -> None:
-    """Make an empty folder. Files of an interrupted run are deleted, those of a failed one (with
-    `keep_failure`) are put aside."""
-    if keep_failure and (folder / "outcome.json").exists():
-        folder.rename(failed_folder(folder))
+def clear_folder(folder: Path) -> None:
+    """Make an empty folder; what an interrupted run has left there is deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 

@@ -201,7 +201,7 @@ class Scheduler(Launches):
         self.on_turn = ""  # the name of the side whose turn it is; "" while sides start
 
     def __enter__(self) -> "Scheduler":
-        clear_folder(self.folder, keep_failure=False)
+        clear_folder(self.folder)
         super().__enter__()
         return self
 
@@ -498,7 +498,7 @@ def is_over_hosts(side: Run) -> bool:
 def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subprocess.Popen[bytes]:
     """Start a side's command, with its output in `folder`. The folder is emptied first, so that
     nothing of an earlier call remains. `who` is the value of the ranks' variable SCHEDULER."""
-    clear_folder(folder, keep_failure=False)
+    clear_folder(folder)
     command = side.command(folder.resolve(), SIDE_RUN.name, [path_from_here(TAKE_TURNS)])
     variables = {SCHEDULER: who}
     for launcher in START_COMMANDS.values():
