@@ -261,7 +261,7 @@ def steps_of(
     profiled steps do not count."""
     skipped = WARM_UP_STEPS + (-1 if config.profile_steps is None else config.profile_steps) + 1
     steps = metrics_of(metrics, StepLine, folder / "metrics.jsonl")[skipped:]
-    steps = [step for step in steps if step.exchanged and step.backward_seconds is not None]
+    steps = [step for step in steps if step.backward_seconds is not None]
     if not steps:
         raise UserError(f"{folder}: has no step after its first {skipped}: train longer")
     seconds = [{**vars(step), "step_seconds": step.seconds} for step in steps]

@@ -219,7 +219,6 @@ class StepMeter:
             learning_rate=rate,
             seconds=seconds,
             **{f"{phase}_seconds": value for phase, value in phases.items()},
-            exchanged=True,
             images_per_second=images / seconds,
         )
 

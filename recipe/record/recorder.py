@@ -82,21 +82,6 @@ class Board:
         ]
         self._write(step=step, summary=summary_pb2.Summary(value=points))
 
-    def describe(self, settings: dict[str, Any], results: dict[str, float | None]) -> None:
-        """Add the hyper-parameters and the results that they led to."""
-        from torch.utils.tensorboard.summary import hparams
-
-        plain = {
-            key: value
-            if isinstance(value, (int, float))
-            else str(value).encode(errors="backslashreplace").decode()
-            for key, value in settings.items()
-        }
-        figures = {f"hparam/{key}": value for key, value in results.items() if value is not None}
-        for part in hparams(plain, figures):
-            self._write(summary=part)
-        self.draw(0, figures)
-
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -320,17 +305,11 @@ class Recorder:
         )
 
     def close(self, summary: Summary) -> None:
-        """Write the summary, which marks the run as complete, and the hyper-parameters beside
-        TensorBoard's scalars."""
+        """Write the summary, which marks the run as complete."""
         self.event("end")
         path, has_trained = self.folder / "summary.json", self.progress.step > self.first_step
         # A run that was already complete keeps its summary, whose figures are of more steps.
         is_kept = path.exists() and not has_trained
-        if not is_kept:
-            named = ("engine", "launcher", "transport", "world_size", "threads")
-            settings = asdict(self.config) | {key: getattr(self.environment, key) for key in named}
-            results = {key: getattr(summary, key) for key in ("top1", "loss", "images_per_second")}
-            self.board.describe(settings, results)
         self.close_files()
         with one_sentence(self.folder):
             if not is_kept:

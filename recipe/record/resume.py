@@ -115,8 +115,7 @@ def steps_left_out(run_folder: Path) -> list[tuple[int, int]]:
     """Return, from the folder's record, the steps whose images are left out since they made the
     loss infinite or NaN: where each begins, and its number of images."""
     left_out = [event.left_out for event in records(run_folder, "event")]
-    spans: list[Any] = max(left_out, key=len, default=[])
-    return [tuple(span) if isinstance(span, list) else (span, 1) for span in spans]
+    return max(left_out, key=len, default=[])
 
 
 def has_kept(run_folder: Path) -> bool:
@@ -219,7 +218,11 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
     if config.resume is not None and config.resume != "auto":
         path = Path(config.resume)
         if path.is_dir():
-            raise UserError(f"--resume {path}: is a folder; {_file_in(path)}")
+            raise UserError(
+                f"--resume {path}: is a folder; give a file, such as "
+                "RUN/checkpoints/step-000000500.pt, or to resume that run its --log-dir and --name "
+                "with --resume auto"
+            )
         if not _is_whole(path):
             with path.open("rb") as content:
                 raise UserError(f"--resume {path}: {no_checkpoint(content)}")
@@ -245,18 +248,6 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
             f"{instead}, or start a new run under another --name"
         )
     return None
-
-
-def _file_in(folder: Path) -> str:
-    """Return what to give to --resume in place of a folder."""
-    run_folder = folder.parent if folder.name == "checkpoints" else folder
-    if not (files := checkpoints_in(run_folder / "checkpoints")):
-        return "it holds no checkpoints; give a file, such as RUN/checkpoints/step-000000500.pt"
-    name, parent = run_folder.resolve().name, run_folder.resolve().parent
-    return (
-        f"to resume this run give --log-dir {parent} --name {name} --resume auto; to start another "
-        f"one from it give a file, such as {files[-1]}"
-    )
 
 
 def _is_whole(path: Path) -> bool:
@@ -346,10 +337,7 @@ def restore(
 
 def _progress_in(checkpoint: dict[str, Any]) -> Progress:
     """Return a checkpoint's progress; ValueError if no training can have made it."""
-    values = dict(checkpoint["progress"])
-    if "train_seconds" in values:  # its name until November 2026
-        values.setdefault("total_seconds", values.pop("train_seconds"))
-    progress = convert(values, Progress)
+    progress = convert(checkpoint["progress"], Progress)
     if not (
         0 <= progress.skipped_steps <= progress.step <= progress.samples_seen
         and -1 <= progress.best_top1 <= 100

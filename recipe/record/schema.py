@@ -30,8 +30,6 @@ Amount = Annotated[float, Meta(ge=0, lt=1e18)]
 Positive = Annotated[float, Meta(ge=1e-18, lt=1e18)]
 Whole = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]
-# Not a tuple: msgspec 0.22 crashes when tuples of known length are in a union with other types.
-Pair = Annotated[list[Whole], Meta(min_length=2, max_length=2)]
 Text = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$")]
 
 
@@ -121,7 +119,6 @@ class StepLine(MetricsLine):
     forward_seconds: Amount | None = None
     backward_seconds: Amount | None = None
     optimizer_seconds: Amount | None = None
-    exchanged: bool = True  # False, in older records only: gradients were computed, not exchanged
     images_per_second: Positive  # of all ranks
 
     @property
@@ -156,9 +153,8 @@ class EventLine:
     time_utc: Text
     step: Whole
     resumed_from: Text | None = None
-    # Of each left-out step: where it begins, in samples, and its images; in older records only the
-    # former.
-    left_out: list[Pair | Whole] = field(default_factory=list)
+    # Of each left-out step: where it begins, in samples, and its images.
+    left_out: list[tuple[Whole, Whole]] = field(default_factory=list)
     image: str | None = None  # the bad image's name on rank 0
     reason: str | None = None  # why it is bad; for a resume, which steps have no figures
 
