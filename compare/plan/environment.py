@@ -210,16 +210,9 @@ def ssh_words(host: str, command: str) -> list[str]:
     return ["ssh", *shlex.split(ssh_flags()), "--", host, command]
 
 
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return a failed command's last line, without a leading "ssh: " and a full stop."""
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1].removeprefix("ssh: ").rstrip(".")
-
-
 def ssh_remedy(host: str, message: str) -> str:
     """Return the remedy for an error message of ssh."""
     remedies = {
-        "no ssh on the PATH": "install OpenSSH's client, or use srun inside a Slurm allocation",
         "Could not resolve": f"write {host} into /etc/hosts, or give its address",
         "Host key verification": f"log in once, `ssh {host}`, and accept its key",
         "Permission denied": f"`ssh-copy-id {host}`: it must not ask for a password",

@@ -37,7 +37,6 @@ from compare.plan.configurations import Configuration
 from compare.plan.environment import (
     REMOVED_VARIABLES,
     is_here,
-    last_line,
     most_on_a_host,
     read_hosts,
     set_variables,
@@ -138,7 +137,7 @@ def horovod_facts() -> dict[str, Any]:
         [sys.executable, "-c", HOROVOD_FACTS], capture_output=True, errors="replace"
     )
     if done.returncode:
-        return {"error": last_line(done)}
+        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return facts
 
