@@ -288,8 +288,8 @@ def print_outlook(plan: Plan, record: Record) -> None:
     if plan.runs():
         runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, "
     until = (
-        f"until the {INTERVAL} of each pair is within +-{percentage(plan.until_interval)}, for "
-        f"{plan.minutes:g} minutes of undisturbed measuring at most (but at least {MIN_BLOCKS})"
+        f"at least {MIN_BLOCKS}, until the {INTERVAL} of each pair is within "
+        f"+-{percentage(plan.until_interval)}, or for {plan.minutes:g} undisturbed minutes"
     )
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     print(f"{runs}into {record.folder}; blocks {how}: {plan.blocks or until}")

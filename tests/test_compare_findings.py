@@ -563,4 +563,4 @@ def test_equal_weights_are_claimed_only_for_the_blocks_that_all_pairs_have(tmp_p
     folder = make_comparison(tmp_path / "compare-1", a_plan())
     drop_runs(folder, "block-3/ddp-torchrun-1")
     told = Report(read_comparison(folder)).equal_weights
-    assert told == "Whole trainings ended with bit-equal weights (2 blocks)."
+    assert told == "The trainings of each pair ended with identical weights (2 blocks)."

@@ -480,7 +480,7 @@ UNTIL = ("--workers", "1", "--no-warm-up", "--out", "out", "--until-interval")
 
 def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     output = comparing.run(*UNTIL, "1%", "--minutes", "0.001", "--", "--spread", "yes")
-    assert "would exceed the 0.001 minutes" in output
+    assert "as another would exceed --minutes 0.001" in output
     assert "the widest interval is +-" in output and len(comparing.starts()) == 6
     comparing.run(*UNTIL[:-1], "--blocks", "4", "--", "--spread", "yes")
     assert Record.open(comparing.folder / "out").extensions == 1

@@ -138,7 +138,7 @@ def test_a_flag_and_a_plan_file_say_the_same(tmp_path):
         (["--side", "x="], "--side x=: give the command"),
         (["--side", "a b=python x.py"], "'a b': is used as a folder's name"),
         (["--case", "small=--batch-size 8"], "--case small=--batch-size 8: a script is told only"),
-        ([], "--side mine: is the only side"),
+        ([], "--side mine: a comparison needs two --side"),
         (["--side", "mine=python b.py"], "--side mine: is given twice"),
     ],
 )

@@ -34,7 +34,7 @@ def reason_to_stop(
     if is_enough(estimates, plan):
         return f"the interval of every pair is within +-{percentage(plan.until_interval)}"
     if blocks >= MIN_BLOCKS and seconds_used + block_seconds > 60 * plan.minutes:
-        return f"another block would exceed the {plan.minutes:g} minutes"
+        return f"stopped after {blocks} blocks, as another would exceed --minutes {plan.minutes:g}"
     return ""
 
 

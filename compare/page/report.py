@@ -59,7 +59,7 @@ WARNINGS = "Warnings: these figures may be unreliable"
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
 WITHOUT_MPI = "mpi4py or mpirun is not installed there"
-ASIDE = "Runs that do not affect the speed verdicts"
+ASIDE = "Runs that failed or were disturbed (not used for speed)"
 
 
 class Report:
@@ -156,9 +156,11 @@ class Report:
         trained = [verdict for verdict in self.verdicts if verdict.equal_weights]
         if not (equal := [verdict for verdict in trained if all(verdict.equal_weights)]):
             return ""
-        pairs = "" if equal == trained else f" of {len(equal)} of {count(len(trained), 'pair')}"
+        pairs = "each pair"
+        if equal != trained:
+            pairs = f"{len(equal)} of {count(len(trained), 'pair')}"
         blocks = min(len(verdict.equal_weights) for verdict in equal)
-        return f"Whole trainings{pairs} ended with bit-equal weights ({count(blocks, 'block')})."
+        return f"The trainings of {pairs} ended with identical weights ({count(blocks, 'block')})."
 
     @property
     def ours(self) -> str:
@@ -256,9 +258,9 @@ class Report:
                 "occasions by a standard deviation of up to 6.1 % (two occasions of engines as "
                 "they come; up to 3.5 % in squares of engines and transports). Measure again at "
                 "other hours, and give report.py all folders.",
-                f"Small differences. With intervals this wide, a true difference of {shown} is "
-                "shown with a probability of 80 %, and one of two thirds of that with 50 %. Some "
-                "verdicts may show smaller ones.",
+                f"Small differences. A difference must be about {shown} to be found in 80 of 100 "
+                "such comparisons, and two thirds of that to be found in 50. Some verdicts may "
+                "show smaller ones.",
             ]
         return limits
 

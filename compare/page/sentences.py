@@ -21,8 +21,7 @@ CLAIMS = {
     "faster": "{first} trained {ratio} times as fast as {second}",
     "slower": "{second} trained {inverse} times as fast as {first}",
     "equal": "{first} and {second} are tied: equally fast within {bound}",
-    "undecided": "nothing is decided between {first} and {second}: they differ by at most {bound} "
-    "either way",
+    "undecided": "undecided: {first} is between {low} and {high} times as fast as {second}",
 }
 OF_ITSELF = {
     "faster": "a difference was shown between {first} and itself",
@@ -93,6 +92,8 @@ def claim(verdict: Verdict) -> str:
         second=verdict.second_label,
         ratio=ratio_text(speed),
         inverse=ratio_text(speed.inverse()),
+        low=f"{speed.low:.{digits(speed)}f}",
+        high=f"{speed.high:.{digits(speed)}f}",
         bound=bound_text(speed),
         delay=percent_text(verdict.delay or 0),
     )

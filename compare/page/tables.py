@@ -378,9 +378,8 @@ def square_table(report: Report, *place: Any) -> Table:
     return Table(
         f"Engine and transport, {place_text(*place)}",
         "Speed ratios with their intervals. At the bottom right is the interaction: the engines' "
-        f"ratio over {new} divided by that over {base}. It is 1 if engine and transport do not "
-        "depend on each other, on the scale of ratios; on that of images/s the answer may be "
-        "another.",
+        f"ratio over {new} divided by that over {base}. 1 means that {new} speeds up both engines "
+        "by the same factor.",
         [Column(head, i, is_number=i > 0) for i, head in enumerate(heads)],
         lines,
         (False, False, True),

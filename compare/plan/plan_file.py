@@ -287,9 +287,7 @@ def check_scripts(plan: Plan) -> None:
                 "Your script's flags and number of workers belong in its command"
             )
     if len(plan.side) < 2 and not plan.null:
-        raise UserError(
-            f"--side {next(iter(plan.side))}: is the only side; give another --side, or --null"
-        )
+        raise UserError(f"--side {next(iter(plan.side))}: a comparison needs two --side, or --null")
 
 
 def check_hosts(plan: Plan) -> None:
