@@ -1,13 +1,12 @@
 """What may be judged, and which of several findings hold together: one rule, which verdicts, goals
 and the all-reduces' speeds obey."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compare.evidence.equality import Fact
 from compare.evidence.group import Group
-from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
+from compare.evidence.paired import CONFIDENCE, Estimate
 from compare.evidence.record import Record
 
 
@@ -29,14 +28,6 @@ class Finding:
         finds differences that do not exist.)"""
         has_interval = self.speed is not None and self.speed.low is not None
         return has_interval and self.is_finished and not self.differences
-
-    @property
-    def corrected_half_width(self) -> float:
-        """The relative half-width of the interval at the confidence of Holm's first step."""
-        if self.speed is None:
-            return math.inf
-        confidence = 1 - (1 - self.speed.confidence) / self.family
-        return math.expm1(student_quantile(confidence, self.speed.degrees) * self.speed.error)
 
 
 def find(record: Record, group: Group, powers: Mapping[str, int]) -> Finding:

@@ -70,6 +70,12 @@ class Estimate:
         """The largest relative difference, in either direction, that the interval allows."""
         return max(self.high, 1 / self.low) - 1 if self.low and self.high else math.inf
 
+    def corrected_half_width(self, family: int) -> float:
+        """Return the interval's relative half-width at the confidence of the first step of Holm's
+        correction for so many findings."""
+        confidence = 1 - (1 - self.confidence) / family
+        return math.expm1(student_quantile(confidence, self.degrees) * self.error)
+
     def inverse(self) -> "Estimate":
         """Return the estimate of second / first."""
         low, high = self.low and 1 / self.low, self.high and 1 / self.high

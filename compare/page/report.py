@@ -221,7 +221,11 @@ class Report:
         runs, workers = self.record.written, ", ".join(map(str, self.record.plan.workers))
         environment = runs[0].environment
         threads = {run.environment.threads for run in runs}
-        widths = [v.corrected_half_width for v in self.verdicts if v.speed and v.speed.low]
+        widths = [
+            verdict.speed.corrected_half_width(verdict.family)
+            for verdict in self.verdicts
+            if verdict.speed and verdict.speed.low
+        ]
         limits = [f"Devices other than {environment.device_name}."]
         if environment.device == "cpu":
             limits = [

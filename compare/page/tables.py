@@ -309,8 +309,8 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
         return f"{goal_figure(goal, goal.speed.low)} – {goal_figure(goal, goal.speed.high)}"
 
     def verdict(goal: Goal) -> TableCell:
-        is_alarm = bool(goal.differences) or not goal.is_finished
-        return TableCell(goal_verdict(goal), is_alarm=is_alarm)
+        is_judged = goal.is_finished and not goal.differences
+        return TableCell(goal_verdict(goal), is_alarm=not is_judged)
 
     question = Column("question", lambda goal: goal.question, is_number=False)
     place = Column("at", lambda goal: place_text(goal.case, goal.workers), is_number=False)
