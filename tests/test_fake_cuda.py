@@ -150,7 +150,6 @@ def test_averages(batch_norm: str) -> None:
     with CUDA:
         model = TinyNet()
     ema = build_ema(model, config)
-    assert ema is not None
     for step in (1, 2):  # the first is a copy
         update_ema(ema, model, config, step)
     copy_buffers(model, ema.module)
@@ -229,7 +228,7 @@ def begin_training(
     model, and a step's from its seed to its last `lap`. Loaders have read the images."""
     text = Path(train.__file__).read_text()
     main = next(one for one in ast.parse(text).body if isinstance(one, ast.FunctionDef))
-    loop = next(one for one in main.body if isinstance(one, ast.While))
+    loop = next(node for node in ast.walk(main) if isinstance(node, ast.While))
     build = between(main.body, "model = build_model(", "parts = ")
     step = between(loop.body, "seed_step(", "meter.lap('optimizer')")
     config = a_config(norm_weight_decay=0.0, bias_weight_decay=0.1, **settings)
@@ -248,7 +247,7 @@ def begin_training(
         "ranks": Ranks(a_world()),
         "progress": Progress(),
         "folder": Path(),
-        "session": SimpleNamespace(batches=batches),
+        "reader": SimpleNamespace(batches=batches),
         "meter": SimpleNamespace(lap=lap),
     }
     exec(build, names)
