@@ -87,6 +87,12 @@ def write_images(root: Path, per_class: int, classes: str = "abc") -> Path:
     return root
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    """The contents of all files below a folder, by their paths in it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def write_digits(root: Path) -> Path:
     """The embedded digits, as class folders in train/ and val/."""
     for part in ("train", "val"):

@@ -37,8 +37,8 @@ def delayed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 recipe.data.loading.to_device = delayed("data", recipe.data.loading.to_device)
 functional.cross_entropy = delayed("forward", functional.cross_entropy)
-torch.Tensor.backward = delayed("backward", torch.Tensor.backward)  # type: ignore
-torch.optim.SGD.step = delayed("optimizer", torch.optim.SGD.step)  # type: ignore
+torch.Tensor.backward = delayed("backward", torch.Tensor.backward)
+torch.optim.SGD.step = delayed("optimizer", torch.optim.SGD.step)
 
 if "horovod_train" in trainer:
     import horovod.torch as hvd
@@ -67,7 +67,7 @@ else:
 
         self.register_comm_hook(None, hook)
 
-    DistributedDataParallel.__init__ = slow_init  # type: ignore
+    DistributedDataParallel.__init__ = slow_init
 
 sys.argv = [trainer, *sys.argv[2:]]
 runpy.run_path(trainer, run_name="__main__")

@@ -49,7 +49,7 @@ def unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of a report that names what cannot be read."""
     capsys.readouterr()
     assert report.main([str(folder), "--no-html"]) == 0
-    [line] = [one for one in capsys.readouterr().out.splitlines() if "unreadable" in one]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "unreadable" in line]
     return line
 
 

@@ -131,11 +131,6 @@ def builtins_of(plan: PlanRecord) -> dict[str, Any]:
     return dict(json.loads(json.dumps(msgspec.to_builtins(plan, enc_hook=float))))
 
 
-def written_and_read(plan: Plan) -> PlanRecord:
-    """A plan as its record gives it back."""
-    return plan_of_record(builtins_of(plan_record(plan, "2026-11-21T12:00:00+00:00")))
-
-
 def test_a_file_says_all_that_a_plan_holds(here):
     plan = plan_of(plan_file(here, FILE))
     expected = {
@@ -152,7 +147,7 @@ def test_a_file_says_all_that_a_plan_holds(here):
     assert {name: getattr(plan, name) for name in expected} == expected
     assert plan.trainer_arguments[:4] == ("--arch", "resnet18", "--data", "/a b")
     assert plan.cases == ["a", "b"]
-    record = written_and_read(plan)
+    record = plan_of_record(builtins_of(plan_record(plan, "2026-11-21T12:00:00+00:00")))
     assert (record.question, record.plan_file) == ("Which?", "plan.toml")
     assert record.pairs() == [("ddp-fp16", "ddp-torchrun")]
     assert record.varied == ["fp16_allreduce", "threads"]
@@ -468,8 +463,8 @@ def test_over_the_blocks_nothing_is_oftener_early_than_another(number):
     assert set(places.values()) == {2}
     neighbours = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert set(neighbours.values()) == {2}
-    for one, backwards in zip(orders[::2], orders[1::2], strict=True):
-        assert one == backwards[::-1]
+    for forwards, backwards in zip(orders[::2], orders[1::2], strict=True):
+        assert forwards == backwards[::-1]
     assert orders[:4] == [balanced(things, block, "a seed") for block in (1, 2, 3, 4)]
     assert any(balanced(things, 1, seed) != orders[0] for seed in range(20))
 
@@ -486,7 +481,7 @@ def test_what_is_judged_stands_side_by_side_and_alternates():
     )
     blocks = [plan.block(number) for number in range(1, 7)]
     for workers, (first, second) in itertools.product(plan.workers, pairs):
-        orders = [[r.configuration.name for r in one if r.workers == workers] for one in blocks]
+        orders = [[r.configuration.name for r in block if r.workers == workers] for block in blocks]
         assert all(abs(o.index(first) - o.index(second)) == 1 for o in orders)
         assert sum(o.index(first) < o.index(second) for o in orders) == 3
     for block in blocks:

@@ -164,15 +164,11 @@ def test_chosen_preset(line: str, preset: str) -> None:
     assert config_module._chosen_preset(given_flags(line.split())).preset == preset
 
 
-@pytest.fixture
-def with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if timm were installed, which some presets need."""
-    monkeypatch.setattr(config_module.importlib.util, "find_spec", lambda name: name)
-
-
-@pytest.mark.usefixtures("with_timm")
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_gives_the_defaults_and_flags_override_them(name: str) -> None:
+def test_preset_gives_the_defaults_and_flags_override_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module.importlib.util, "find_spec", lambda name: name)  # of timm
     preset = preset_of(name)
     assert preset.preset == name
     line = f"--preset {name} --data {preset.data or '/imagenet'}"
@@ -609,16 +605,11 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"dle-50 +50 +76.25 \+- 0.04 +8 V100 +DeepLearningExamples", lines[9])
 
 
-def test_suggested_flags_exist(help_text: str) -> None:
-    for name in sorted(FLAG_NAMES):
-        assert re.search(rf"(?<!\S){name}\b", help_text), name
-
-
 @pytest.mark.parametrize(("flags", "count"), [("5", 1), ("6", 0), ("5 --evaluate --weights f", 0)])
 def test_a_warm_up_that_lasts_until_the_end_is_said(flags: str, count: int) -> None:
     config, base = read_flags("ddp", 1, f"{IMAGENET} --epochs {flags}".split(), talk=False)
-    lines = [one for one in without_effect(config, base, "ddp", 1) if "warmup" in one]
-    assert len(lines) == count and all("only rises" in one for one in lines)
+    lines = [line for line in without_effect(config, base, "ddp", 1) if "warmup" in line]
+    assert len(lines) == count and all("only rises" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -681,6 +672,8 @@ def test_help_is_grouped_and_has_every_flag_with_its_default(help_text: str) -> 
     for title in SECTIONS:
         assert f"─ {title} options ─" in help_text
     assert help_text.count("(default:") >= len(FLAGS) - 13
+    for name in sorted(FLAG_NAMES):
+        assert re.search(rf"(?<!\S){name}\b", help_text), name
     assert "Passes over the training images. (default: 90)" in help_text  # ImageNet's
 
 

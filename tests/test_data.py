@@ -350,7 +350,6 @@ def test_workers_end_with_a_killed_trainer(loading: Callable[[str], Path]) -> No
     """torch's own watch does not notice: a forkserver, their parent, outlives the trainer."""
     command = [sys.executable, str(loading("time.sleep(60)"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
-        assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"loading\n"
         processes = psutil.Process(trainer.pid).children(recursive=True)
         assert len(processes) >= 2  # the server and a worker
@@ -438,7 +437,7 @@ def test_a_file_is_decoded_whole_when_it_first_comes(
     monkeypatch.setattr(images_module, "decode", decoded)
     config, asked = replace(folders, augment_repeats=repeats), defaultdict[str, list[int]](list)
     read_training(open_data(config), config, 1, 0, 20 * 9)
-    for _, name, rows in (one.args for one in decoded.call_args_list):
+    for _, name, rows in (asking.args for asking in decoded.call_args_list):
         asked[name].append(rows)
     assert [rows[0] for rows in asked.values()] == [10] * 9, "the whole height"
     partly = [min(rows[1:]) < 10 for rows in asked.values()]
@@ -467,7 +466,6 @@ BAD = {
 def damage(config: Config) -> Data:
     """Nine images of which three are bad."""
     data = open_data(config)
-    assert data.train is not None
     for index, (content, _) in BAD.items():
         Path(data.train.name(index)).write_bytes(content)
     return data
@@ -491,7 +489,6 @@ def test_another_image_takes_the_place_of_a_bad_one(colored: Config) -> None:
         assert torch.equal(was, image) == (index not in BAD)
         assert image.amax(dim=(1, 2)).argmax() == label
         assert old_label == index // 3
-    assert data.train is not None
     assert meter.replaced.keys() == BAD.keys()
     for index, (_, words) in BAD.items():
         assert re.match(f"{data.train.name(index)}: .*{words}", meter.replaced[index])
@@ -519,7 +516,6 @@ def contents(draw: st.DrawFn) -> bytes:
 def test_any_bytes_are_an_image_or_replaced(colored: Config, content: bytes) -> None:
     """Where they end a run under the one policy, the other one replaces them."""
     data, meter = open_data(colored), InputMeter()
-    assert data.train is not None
     Path(data.train.name(4)).write_bytes(content)
     batches = training_batches(data, colored, a_world(), CPU, 0, 0, 9, meter)
     assert sum(len(labels) for _, labels in batches) == 12
@@ -582,7 +578,6 @@ def test_what_is_no_fault_of_an_image_replaces_none(
 ) -> None:
     """It ends the run, as it is; a check does not list the image either."""
     data, meter = open_data(colored), InputMeter()
-    assert data.train is not None
     if owner is simplejpeg:
         Path(data.train.name(4)).write_bytes(noisy_jpeg())
     monkeypatch.setattr(owner, name, Mock(side_effect=error))
@@ -597,7 +592,6 @@ def test_what_is_no_fault_of_an_image_replaces_none(
 
 def test_a_file_that_is_gone_or_forbidden_is_replaced(colored: Config) -> None:
     data, meter = open_data(colored), InputMeter()
-    assert data.train is not None
     Path(data.train.name(4)).unlink()
     assert list(training_batches(data, colored, a_world(), CPU, 1, 0, 9, meter))
     assert re.search(r"cannot be read \(No such file", meter.replaced[4])
@@ -697,10 +691,10 @@ def test_training_goes_on_with_the_batches_that_it_would_have_had(
     before = torch.get_rng_state()
     for step, position in {2: 16, 4: 40}.items():
         rest = list(training_batches(data, config, world, CPU, 0, position, 56))
-        for one, other in zip(whole[step:], rest, strict=True):
-            assert all(map(torch.equal, one, other))
-            images, shares = to_device(one, config, CPU)
-            assert images is one[0] and shares.shape == (len(images), 3)
+        for batch, other in zip(whole[step:], rest, strict=True):
+            assert all(map(torch.equal, batch, other))
+            images, shares = to_device(batch, config, CPU)
+            assert images is batch[0] and shares.shape == (len(images), 3)
             assert images.is_contiguous(memory_format=layout)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -717,8 +711,8 @@ def read(stream: SampleStream, start: int, stop: int, batch: int, size: int) -> 
     """The samples that all ranks together read, step by step."""
     places = [Place(position, batch, 0) for position in range(start, stop, batch * size)]
     ranks = [list(stream.batches(places, rank, size)) for rank in range(size)]
-    assert all(len(one) == batch for batches in ranks for one in batches)
-    return [sample for step in zip(*ranks, strict=True) for one in step for sample in one]
+    assert all(len(samples) == batch for batches in ranks for samples in batches)
+    return [sample for step in zip(*ranks, strict=True) for samples in step for sample in samples]
 
 
 @quick
@@ -881,7 +875,7 @@ def test_a_resumed_run_goes_on_exactly(
         (places_of(config, other, count, starts[step], end), other),
     ):
         for rank in range(ranks):
-            seen += [sample for one in stream.batches(places, rank, ranks) for sample in one]
+            seen += itertools.chain(*stream.batches(places, rank, ranks))
     assert len(set(seen)) == len(seen)
     assert {(epoch, index) for epoch in range(5) for index in range(count)} <= set(seen)
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import CPU, a_world, at_once, folder_config, write_images
+from making import CPU, a_world, at_once, files_in, folder_config, write_images
 from PIL import Image
 from test_images import noisy_jpeg
 
@@ -580,7 +580,7 @@ def test_the_digits_are_scikit_learns() -> None:
     names = [Path(part.name(i)) for part in (train, val) for i in range(len(part))]
     assert len({name.name for name in names}) == 1797  # no image is in both parts
     # Another split would make old accuracies incomparable.
-    assert [name.name for name in sorted(names[1438:], key=lambda one: one.name)][:2] == [
+    assert [name.name for name in sorted(names[1438:], key=lambda path: path.name)][:2] == [
         "0008.jpg",
         "0023.jpg",
     ]
@@ -614,11 +614,6 @@ def made(folder: Path, cache: Path, tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
-def content(root: Path) -> dict[str, bytes]:
-    files = (file for file in sorted(root.rglob("*")) if file.is_file())
-    return {str(file.relative_to(root)): file.read_bytes() for file in files}
-
-
 # ---- what is written ----
 
 
@@ -630,7 +625,7 @@ def test_files(folder: Path, made: Path, cache: Path) -> None:
     make_shards(folder, made, cache, images_per_shard=4)
     assert times(made) == before
     shards = [f"train/train-{number:06}.tar" for number in range(3)]
-    assert sorted(content(made)) == [
+    assert sorted(files_in(made)) == [
         "train/index.npz",
         *shards,
         "val/index.npz",
@@ -668,7 +663,6 @@ def test_same_order_and_pixels_as_the_folder(folder: Path, made: Path, cache: Pa
         assert len(data.identity) - len(identity) == num_of_shards
         pixels = [tensor.tolist() for batch in batches for tensor in batch]
         seen.append((identity, data_order_sha256(data, config), pixels))
-    assert data.train is not None
     assert data.train.name(5) == f"{made}/train/train-000001.tar: b/1.png"
     assert seen[0] == seen[1] == seen[2]
 
@@ -795,7 +789,7 @@ def test_an_interrupted_run_goes_on(
         finished.unlink()
     make_shards(folder, interrupted, cache, images_per_shard=4)
     assert (finished.stat().st_mtime_ns != before) == is_lost
-    assert content(interrupted) == content(made)
+    assert files_in(interrupted) == files_in(made)
 
 
 def test_shards_of_another_folder_are_not_mixed_in(

@@ -184,8 +184,8 @@ def test_each_rank_holds_a_part_of_the_optimizer(name: str, trained: Trained) ->
 )
 def test_a_rung_learns_the_digits(name: str, flags: str, tmp_path: Path) -> None:
     launcher, _, ranks = start(name)
-    finished = launch(launcher, name, f"{flags} --log-dir {tmp_path} --name run", ranks, warm=True)
-    assert finished.returncode == 0, finished.output
+    words = f"{flags} --log-dir {tmp_path} --name run"
+    launch(launcher, name, words, ranks, warm=True).checked()
     assert read_json(tmp_path / "run" / "summary.json")["top1"] > 96
 
 
@@ -221,8 +221,7 @@ def test_micro_batches_equal_the_whole_batch_without_batch_norm(
         flags = f"{SMALL} {MICRO_BATCHES} --warmup-epochs 0 {arguments}"
         command = f"{BIN}/torchrun --nproc-per-node {ranks} {program} {flags}"
         command += f" --log-dir {tmp_path} --name {name}"
-        finished = run(command.split())
-        assert finished.returncode == 0, finished.output
+        run(command.split()).checked()
     figures = read_json(tmp_path / "micro" / "summary.json")["rung"]
     assert figures["equal_bubble_share"] == pytest.approx(0.2)  # (2 - 1) / (4 + 2 - 1)
     assert 0 < figures["bubble_share"] < 1
@@ -253,8 +252,7 @@ def test_a_synchronous_update_does_not_depend_on_who_comes_first() -> None:
 @pytest.mark.full
 def test_an_asynchronous_server_counts_staleness(tmp_path: Path) -> None:
     flags = f"{SMALL} {FEW} --log-dir {tmp_path} --name run"
-    finished = launch("torchrun", "parameter_server", flags, ranks=3, warm=True)
-    assert finished.returncode == 0, finished.output
+    finished = launch("torchrun", "parameter_server", flags, ranks=3, warm=True).checked()
     figures = read_json(tmp_path / "run" / "summary.json")["rung"]
     mean, largest = figures["staleness"], figures["largest_staleness"]
     assert f"\nstaleness: {mean}\n" in finished.output
@@ -288,8 +286,7 @@ def test_ranks_on_one_host_listen_at_the_loopback_only(name: str, tmp_path: Path
 
     place = f"{SMALL} {rung.flags} --log-dir {tmp_path} --name run"
     command = f"{BIN}/torchrun --nproc-per-node {rung.ranks} {TRAINERS[name]} {place}"
-    finished = run(command.split(), meanwhile=look)
-    assert finished.returncode == 0, finished.output
+    run(command.split(), meanwhile=look).checked()
     assert found == [{"127.0.0.1"}] * rung.ranks
 
 

@@ -30,9 +30,10 @@ ON_HOSTS = {  # what each launcher is given, without the variables that mpirun p
 def test_a_run_on_several_hosts_is_started_there_with_its_variables(name, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    one = dataclasses.replace(CONFIGURATIONS[name], interface="eth7", environment={"MY_KNOB": "1"})
-    env, *words = launch_words(one, 4, "a:2,b:2")
-    given = one.variables
+    own = {"interface": "eth7", "environment": {"MY_KNOB": "1"}}
+    configuration = dataclasses.replace(CONFIGURATIONS[name], **own)
+    env, *words = launch_words(configuration, 4, "a:2,b:2")
+    given = configuration.variables
     assert env == "env" and words[: len(given)] == [f"{k}={v}" for k, v in given.items()]
     assert given.keys() > {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MY_KNOB"}
     program, *words = words[len(given) :]

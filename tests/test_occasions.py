@@ -49,17 +49,18 @@ def test_a_precise_occasion_counts_for_more():
 
 def test_what_two_comparisons_have_of_the_same_two_is_pooled():
     key, other = ("", 2, "A", "B"), ("", 4, "A", "B")
-    one = an_estimate(0.1, 0.01)
-    [row] = over_occasions([{key: one}, {other: one}, {key: one}])
-    assert row["found"] == (one, None, one) and row["pooled"].ratio == pytest.approx(one.ratio)
-    assert over_occasions([{key: one}, {other: one}]) == []
+    estimate = an_estimate(0.1, 0.01)
+    [row] = over_occasions([{key: estimate}, {other: estimate}, {key: estimate}])
+    assert row["found"] == (estimate, None, estimate)
+    assert row["pooled"].ratio == pytest.approx(estimate.ratio)
+    assert over_occasions([{key: estimate}, {other: estimate}]) == []
 
 
 def comparisons_of(folder: Path, number: int) -> list[Path]:
     """So many squares, which began a day apart."""
     folders = [by_turns(folder / f"runs/compare-{i}", blocks=7) for i in range(number)]
-    for day, one in enumerate(folders):
-        edit(one / "plan.json", created_utc=f"2026-11-{10 + day}T12:00:00+00:00")
+    for day, square in enumerate(folders):
+        edit(square / "plan.json", created_utc=f"2026-11-{10 + day}T12:00:00+00:00")
     return folders
 
 
@@ -118,21 +119,21 @@ def test_what_makes_another_question(name, values, is_other):
 
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_standard_deviation_is_told_from_four_occasions_on(tmp_path, number):
-    folder, *others = (read_comparison(one) for one in comparisons_of(tmp_path, 2))
-    reports = [Report(one) for one in (folder, *others * (number - 1))]
-    spreads = [one["spread"] for one in SideBySide(reports).occasions]
+    first, second = (Report(read_comparison(folder)) for folder in comparisons_of(tmp_path, 2))
+    reports = [first, *[second] * (number - 1)]
+    spreads = [row["spread"] for row in SideBySide(reports).occasions]
     assert [spread is not None for spread in spreads] == [number > 3] * 5
     assert bool(re.search(r"\bsd\b", as_text(reports))) == (number > 3)
 
 
 def test_a_copy_is_no_further_occasion(tmp_path, refusal):
-    one, other = comparisons_of(tmp_path, 2)
-    copied = shutil.copytree(one, tmp_path / "copied")
-    kept = kept_of(one)
-    for copy in (one, copied, kept):
+    first, other = comparisons_of(tmp_path, 2)
+    copied = shutil.copytree(first, tmp_path / "copied")
+    kept = kept_of(first)
+    for copy in (first, copied, kept):
         for form in ("--no-html", "--json", "--csv"):
-            told = refusal(report.main, [*map(str, (one, other, copy)), form], code=1)
-            assert f"{one} and {copy} are the same comparison" in told
+            told = refusal(report.main, [*map(str, (first, other, copy)), form], code=1)
+            assert f"{first} and {copy} are the same comparison" in told
 
 
 @pytest.mark.parametrize(
@@ -146,12 +147,12 @@ def test_what_is_kept_asks_the_same_as_what_is_not(tmp_path, monkeypatch, fields
     """keep.py has replaced the paths of the home directory and of the project."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folders = comparisons_of(tmp_path, 2)
-    for i, one in enumerate(folders):
+    for i, folder in enumerate(folders):
         place = f"{tmp_path}/one/{i * is_other}"
-        change_all(one, "settings", **dict.fromkeys(fields, place), val_dir=f"{keep.ROOT}/x")
+        change_all(folder, "settings", **dict.fromkeys(fields, place), val_dir=f"{keep.ROOT}/x")
     both = [kept_of(folders[0]), folders[1]]
     assert "~/one/0" in (both[0] / "record.jsonl").read_text()
-    told = SideBySide([Report(read_comparison(one)) for one in both])
+    told = SideBySide([Report(read_comparison(folder)) for folder in both])
     assert bool(told.not_pooled) == is_other and len(told.occasions) == 5 * (not is_other)
     assert not is_other or "differ in: train_dir." in told.not_pooled
 

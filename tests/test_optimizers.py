@@ -310,7 +310,6 @@ def update(parts: Trainables, clip_grad_norm: float | None) -> None:
 
 def train(parts: Trainables, steps: int) -> None:
     for _ in range(steps):
-        assert parts.fp16_model is not None
         loss = nn.functional.cross_entropy(parts.fp16_model(IMAGES), torch.arange(8) % 3)
         parts.scaler.scale(loss).backward()
         update(parts, 1.0)
@@ -340,7 +339,6 @@ HALF, FULL = {torch.half}, {torch.float32}
 )
 def test_what_is_fp16(level: Any, keep: bool | None, model: Any, norm: Any) -> None:
     parts = trainables(a_config(precision=level, keep_batchnorm_fp32=keep))
-    assert parts.fp16_model is not None
     trained = FULL if level == "fp32" else HALF
     assert dtypes(parts.fp16_model) == {"conv": trained, "norm": norm, "head": trained}
     assert dtypes(parts.model)["conv"] == model
@@ -355,37 +353,35 @@ def test_masters_keep_what_fp16_rounds_away() -> None:
     for level in ("O2", "O3"):
         config = a_config(precision=level, momentum=0.0, wd=0.0, loss_scale=8.0, base_lr=1.0)
         parts = trainables(config)
-        assert parts.fp16_model is not None
         with torch.no_grad():
-            parts.model.head.bias.fill_(1.0)  # type: ignore[operator, union-attr]
+            parts.model.head.bias.fill_(1.0)
         round_weights(parts.fp16_model, parts.model)
         for _ in range(100):
             parts.scaler.scale(torch.zeros(1))
             for weight in parts.fp16_model.parameters():
                 weight.grad = torch.full_like(weight, -8 * 2.0**-10 / 5)
             update(parts, None)
-        moved[level] = float(parts.fp16_model.head.bias.detach()[0]) - 1  # type: ignore[index, union-attr]
+        moved[level] = float(parts.fp16_model.head.bias.detach()[0]) - 1
     assert moved == {"O2": pytest.approx(20 * 2.0**-10, abs=2.0**-10), "O3": 0.0}
 
 
 def test_a_weight_without_a_gradient_has_no_earlier_one() -> None:
     parts = trainables(O2)
     train(parts, 1)
-    assert parts.model.head.weight.grad is not None  # type: ignore[union-attr]
+    assert parts.model.head.weight.grad is not None
     unscale_and_clip(parts, None)
-    assert parts.model.head.weight.grad is None  # type: ignore[union-attr]
+    assert parts.model.head.weight.grad is None
 
 
 @pytest.mark.parametrize("keep", [None, False])
 def test_the_copy_has_the_models_statistics(keep: bool | None) -> None:
     parts = trainables(replace(O2, keep_batchnorm_fp32=keep))
-    assert parts.fp16_model is not None
     parts.fp16_model(IMAGES)
-    statistics = parts.model.norm.running_mean.clone()  # type: ignore[operator, union-attr]
+    statistics = parts.model.norm.running_mean.clone()
     assert statistics.abs().sum() > 0
-    parts.model.norm.running_mean.fill_(0.25)  # type: ignore[operator, union-attr]
+    parts.model.norm.running_mean.fill_(0.25)
     parts.fp16_model.eval()(IMAGES)
-    assert torch.equal(parts.fp16_model.norm.running_mean.float(), torch.full((4,), 0.25))  # type: ignore[operator, union-attr]
+    assert torch.equal(parts.fp16_model.norm.running_mean.float(), torch.full((4,), 0.25))
 
 
 @pytest.mark.parametrize(("precision", "keep"), [("fp16", None), ("O2", None), ("O2", False)])

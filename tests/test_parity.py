@@ -427,8 +427,7 @@ def test_another_seed_and_another_rate_have_different_causes(tmp_path, capsys):
     records = {}
     for name, flags in {"a": "", "seed": "--seed 7", "rate": "--base-lr 0.02"}.items():
         flags = f"{TINY} {flags} --log-dir {tmp_path} --name {name} --max-steps 2 --tensor-steps 2"
-        done = launch("python", "ddp", flags, ranks=1)
-        assert done.returncode == 0, done.output
+        launch("python", "ddp", flags, ranks=1).checked()
         code = main([str(tmp_path / "a"), str(tmp_path / name), "--json"])
         assert code == (name != "a")
         records[name] = json.loads(capsys.readouterr().out)

@@ -310,7 +310,7 @@ def test_the_decay_of_goyal_90_is_the_gradient_of_keras_penalty() -> None:
     config = preset_of("goyal-90")
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     kernels = [model[0].weight, model[3].weight]
-    sum(5e-5 * kernel.square().sum() for kernel in kernels).backward()  # type: ignore[union-attr]
+    sum(5e-5 * kernel.square().sum() for kernel in kernels).backward()
     for group in parameter_groups(model, config):
         for parameter in group["params"]:
             penalty = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -31,7 +31,6 @@ TRAINER = "ddp_train/train.py"
 
 def test_the_diff_of_the_twins_is_the_real_one() -> None:
     block = re.search(r"```diff\n(.*?)```", README, re.DOTALL)
-    assert block
     sources = {
         "-": (ROOT / "horovod_train" / "train.py").read_text().splitlines(),
         "+": (ROOT / "ddp_train" / "train.py").read_text().splitlines(),
@@ -67,7 +66,6 @@ def test_every_named_file_exists() -> None:
         for name in re.findall(r"(?<!\S)`?((?:[a-z0-9]\w*/)+\w+\.(?:py|sbatch))\b", text):
             assert name.startswith("deploy/") or (ROOT / name).exists(), (page, name)
     tree = re.search(r"## Where things are\n\n```\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
-    assert tree
     folder = ""
     for line in tree[1].splitlines():
         if match := re.match(r"(\w+)/", line):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from launching import read_json
-from making import CPU, TinyNet, a_config, a_world
+from making import CPU, TinyNet, a_config, a_world, files_in
 from records import a_summary, an_environment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,7 +153,7 @@ SUMS = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)  # of an evaluat
 def lines(folder: Path, kind: str | None = None, field: str | None = None) -> list[Any]:
     """What a run has recorded; of a kind only, and one field of it."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [one[field] if field else one for one in found if kind in (None, one["kind"])]
+    return [line[field] if field else line for line in found if kind in (None, line["kind"])]
 
 
 def test_steps_that_were_left_out_are_said(
@@ -327,8 +327,8 @@ def test_a_resume_knows_of_a_bad_loss_though_the_run_is_lost_while_it_goes_back(
     session = Training(tmp_path, clock, config=replace(CONFIG, rollback=1))
     session.steps(3)
     session.steps(1, loss=math.nan, write=False)
-    session.count_step = lambda *_: True  # type: ignore[method-assign]
-    session.poll_stop_and_save = lambda: (False, True)  # type: ignore[method-assign]
+    session.count_step = lambda *_: True
+    session.poll_stop_and_save = lambda: (False, True)
     monkeypatch.setattr(sessions, "go_back", mock.Mock(side_effect=Lost))
     with pytest.raises(Lost):
         session.end_step(torch.zeros(4), 0.1)
@@ -368,41 +368,36 @@ def test_a_rollback_notes_the_statistics_of_the_step_gone_back_to(
     monkeypatch.setattr(sessions, "go_back", go_back)
     session.steps(1, loss=math.nan, write=False)
     bad = session.write_steps(now=True)
-    assert bad is not None
     session.roll_back(bad)
     assert session.reader.left_out == [(12, 4)] and session.reader.last_step == 14
     for buffer in buffers:
         buffer.fill_(7)  # the next step's forward pass
-    assert session.kept_state is not None
     session.kept_state.take_statistics(1)
     assert buffers and all((buffer == 5).all() for buffer in buffers)
 
 
-@pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
-def test_a_state_that_is_not_finite_is_not_kept(value: float, surviving: Training) -> None:
-    """Its loss is not recorded yet: the ranks resume from a checkpoint, and --rollback acts."""
+@pytest.mark.parametrize(
+    ("error", "weight", "is_resumable", "kept"),
+    [
+        (LostPeer(), 1.0, True, 3),
+        (RuntimeError("Connection reset by peer"), 1.0, True, 3),
+        # The loss is not recorded yet: the ranks resume from a checkpoint, and --rollback acts.
+        (LostPeer(), math.nan, True, 0),
+        (LostPeer(), math.inf, True, 0),
+        (RuntimeError("Connection reset by peer"), 1.0, False, 0),  # others may have a checkpoint
+        (UserError("the disk is full"), 1.0, True, 0),
+    ],
+)
+def test_a_state_is_kept_if_it_is_good_and_another_rank_is_lost(
+    error: Exception, weight: float, is_resumable: bool, kept: int, surviving: Training
+) -> None:
     with torch.no_grad():
-        next(surviving.parts.model.parameters()).view(-1)[-1] = value
-    assert kept_after(LostPeer(), surviving) == (3 if math.isfinite(value) else 0)
-
-
-def kept_after(error: Exception, session: Training) -> int:
-    """The step of the state that is kept when training ends with this error; 0 for none."""
-    assert not session.begun.__exit__(type(error), error, None), "it goes on"
-    assert session.kept_state is not None
-    return int(session.kept_state.step)
-
-
-def test_a_state_is_kept_when_another_rank_is_lost_and_only_then(surviving: Training) -> None:
-    assert kept_after(UserError("the disk is full"), surviving) == 0
-    assert not sessions.marks.is_leaving
-
-
-def test_no_state_is_kept_while_a_step_is_recorded(surviving: Training) -> None:
-    """Other ranks may have its checkpoint already."""
-    surviving.is_resumable = False
-    assert kept_after(RuntimeError("Connection reset by peer"), surviving) == 0
-    assert sessions.marks.is_leaving, "the watcher leaves it time to end"
+        next(surviving.parts.model.parameters()).view(-1)[-1] = weight
+    surviving.is_resumable = is_resumable
+    assert not surviving.begun.__exit__(type(error), error, None), "training goes on"
+    assert surviving.kept_state is not None and surviving.kept_state.step == kept
+    # Then the watcher leaves the process time to end.
+    assert sessions.marks.is_leaving != isinstance(error, UserError)
 
 
 def test_what_is_left_out_stays_in_the_record_when_a_run_goes_further_back(
@@ -472,7 +467,7 @@ def test_ranks_learn_at_the_same_step_that_they_are_to_stop_or_to_save(
             is_asked = rank.ranks.world.rank == signalled
             monkeypatch.setattr(sessions, "is_asked_to_end", lambda it=is_asked: it)
             before = rank.next_look
-            rank.ranks = Ranks(rank.ranks.world, lambda values: own.append(values) or values)  # type: ignore[func-returns-value]
+            rank.ranks = Ranks(rank.ranks.world, lambda values: own.append(values) or values)
             rank.poll_stop_and_save()
             rank.next_look = before
             rank.ranks = Ranks(rank.ranks.world, lambda _: torch.stack(own).sum(0))
@@ -628,20 +623,24 @@ def test_complete_run_keeps_its_summary(tmp_path: Path, clock: SimpleNamespace) 
 
 def test_evaluation_leaves_the_training_s_record(tmp_path: Path, clock: SimpleNamespace) -> None:
     a_whole_run(tmp_path, clock)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files_in(tmp_path)
     evaluation = Training(tmp_path, clock, Progress(7, 28), replace(AUTO, evaluate=True))
     evaluation.evaluate(1)
     evaluation.recorder.close(replace(SUMMARY, top1=49.0))
-    assert {path: path.read_bytes() for path in before} == before
+    assert files_in(tmp_path).items() > before.items()
     (new,) = tmp_path.glob("evaluation-*")
     assert read_json(new / "summary.json")["top1"] == 49.0
     assert len(lines(new, "eval")) == 1
 
 
-@pytest.fixture
-def boards(tmp_path: Path, clock: SimpleNamespace) -> tuple[EventAccumulator, EventAccumulator]:
-    """What TensorBoard reads of a run that was resumed after it had drawn epoch 2: of its epochs
-    and of its steps."""
+def board_in(folder: Path) -> EventAccumulator:
+    """What TensorBoard reads there."""
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_tensorboard(tmp_path: Path, clock: SimpleNamespace) -> None:
+    """One point an epoch, though epoch 2 was drawn twice, and steps 8 to 11. Steps in a run of
+    their own: those from which a resumed run goes on are no epochs."""
     first = Training(tmp_path, clock)
     first.steps(7)
     saved = replace(first.progress)
@@ -653,17 +652,7 @@ def boards(tmp_path: Path, clock: SimpleNamespace) -> tuple[EventAccumulator, Ev
     third = Training(tmp_path, clock, second.progress, AUTO)
     third.evaluate(3)
     third.recorder.close(SUMMARY)
-    return board_in(tmp_path / "tensorboard"), board_in(tmp_path / "tensorboard/steps")
-
-
-def board_in(folder: Path) -> EventAccumulator:
-    return EventAccumulator(str(folder)).Reload()
-
-
-def test_tensorboard(boards: tuple[EventAccumulator, EventAccumulator]) -> None:
-    """One point an epoch, though epoch 2 was drawn twice, and steps 8 to 11. Steps in a run of
-    their own: those from which a resumed run goes on are no epochs."""
-    epochs, steps = boards
+    epochs, steps = board_in(tmp_path / "tensorboard"), board_in(tmp_path / "tensorboard/steps")
     names = ("Throughput", "Time", "Loss", "Top1", "Top5")
     tags = {"Lr", *(f"{name}/{part}" for name in names for part in ("train", "val"))}
     step_tags = {f"Steps/{name}" for name in ("Loss", "Top1", "Top5", "Lr", "Throughput")}
@@ -729,7 +718,7 @@ def test_a_line_now_and_then_without_a_terminal(
         session.steps(1)
         said += [re.sub(r"\A(?!epoch).*\n", "", capsys.readouterr().out)]
     step_3 = "epoch   1/3  step 3/15, 02:24 left, 8.0 images/s, loss 4.0000, lr 0.1"
-    assert step_3 in said[2] and not any("left" in one for one in (said[0], said[1], said[3]))
+    assert step_3 in said[2] and not any("left" in text for text in (said[0], said[1], said[3]))
     for images in (2, 4, 9):
         now.s += 0.4 * LINE_S
         session.recorder.console.show_evaluation(images)

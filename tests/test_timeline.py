@@ -347,8 +347,7 @@ def test_real_profiles_of_both_engines(tmp_path, capsys):
         f"--log-dir {tmp_path}"
     )
     for launcher, engine in (("torchrun", "ddp"), ("horovodrun --mpi", "horovod")):
-        done = launch(launcher, engine, f"{flags} --name {engine}")
-        assert done.returncode == 0, done.output
+        launch(launcher, engine, f"{flags} --name {engine}").checked()
     trace = merged([tmp_path / "ddp", tmp_path / "horovod"])
     assert list(processes(trace)) == [
         "ddp, rank 0, CPU",

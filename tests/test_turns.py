@@ -72,8 +72,8 @@ def side(name: str = "x", *command: str, **changes: Any) -> Run:
 
 
 def trainer(name: str = "ddp-torchrun", flags: str = "--batch-size 8", **changes: Any) -> Run:
-    one = replace(CONFIGURATIONS[name], **changes)
-    return Run(1, one, 2, 1, flags=(*flags.split(), "--no-cuda", "--threads", "1"))
+    configuration = replace(CONFIGURATIONS[name], **changes)
+    return Run(1, configuration, 2, 1, flags=(*flags.split(), "--no-cuda", "--threads", "1"))
 
 
 PLAN = Plan(steps=5, rounds=2)
@@ -87,7 +87,7 @@ def test_a_blocks_ratio_is_that_of_all_images_over_all_seconds() -> None:
     # The machine is three times as fast in the second round.
     two = a_block({"a": [9, 27], "b": [10, 30]})
     assert two.rate("b", turns.throughput) == pytest.approx((10 + 30) / 2)
-    same = tuple(replace(one, images=30, seconds=30 / one.images) for one in two.turns)
+    same = tuple(replace(turn, images=30, seconds=30 / turn.images) for turn in two.turns)
     equal_work = replace(two, turns=same)  # as trainers do: the slow round counts three times
     assert equal_work.rate("b", turns.throughput) == pytest.approx(2 / (1 / 10 + 1 / 30))
     assert turns.estimate([two], {"a": 1, "b": -1}).ratio == pytest.approx(0.9)
@@ -132,7 +132,7 @@ def test_a_turn_has_as_many_steps_as_fill_it_at_the_sides_median_pace() -> None:
     scheduler = MadeUp({"quick": 0.02, "slow": 1.0, "usual": 0.1})
     trials = scheduler.find_steps([side("quick"), side("slow"), side("usual")])
     assert scheduler.steps == {"quick": 5, "slow": 5, "usual": 5}
-    assert [(one.side, one.purpose) for one in trials] == [
+    assert [(turn.side, turn.purpose) for turn in trials] == [
         ("quick", "trial"),
         ("slow", "trial"),
         ("usual", "trial"),
@@ -399,15 +399,15 @@ def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
 
 
 def test_a_side_that_dies_while_it_is_paused_is_reported(tmp_path: Path) -> None:
-    one, dies = script_side(tmp_path, "one"), script_side(tmp_path, "later")
+    other, dies = script_side(tmp_path, "one"), script_side(tmp_path, "later")
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
-        scheduler.start(one, dies)
+        scheduler.start(other, dies)
         scheduler.take_turn(dies, 0)
         scheduler.started["later"].send_signal(signal.SIGKILL)
         message = r"^later ended with exit code -9 while it was paused:\n  \| alas"
         with pytest.raises(MeasurementError, match=message):
             while True:
-                scheduler.take_turn(one, 0)
+                scheduler.take_turn(other, 0)
     assert not marked_processes(scheduler.mark)
 
 
@@ -499,7 +499,7 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
-    return sum(sum(one.cpu_times()[:2]) for one in processes)
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 @pytest.mark.launch
@@ -513,14 +513,14 @@ def test_paused_sides_cost_no_core(tmp_path: Path) -> None:
     with Scheduler(tmp_path / "block-1", Plan(steps=2)) as scheduler:
         scheduler.start(*sides)
         everything = marked_processes(scheduler.mark)
-        stopped = [one for one in everything if one.status() == psutil.STATUS_STOPPED]
+        stopped = [process for process in everything if process.status() == psutil.STATUS_STOPPED]
         assert len(stopped) >= 4 * len(sides)  # two ranks, and a loader worker of each
         before, of_stopped = cpu_seconds(everything), cpu_seconds(stopped)
         time.sleep(5.0)
         assert cpu_seconds(stopped) == of_stopped
         assert cpu_seconds(everything) - before < 0.5  # of launchers, which only wait
-        for one in sides:
-            assert scheduler.take_turn(one, 0).images_per_second > 0
+        for side in sides:
+            assert scheduler.take_turn(side, 0).images_per_second > 0
     assert not marked_processes(scheduler.mark)
 
 

@@ -63,7 +63,6 @@ def test_it_ends_as_the_program_does(code: str, ends: int, tmp_path: Path) -> No
 def test_signals_reach_the_program_and_it_dies_with_who_asked(number: int, tmp_path: Path) -> None:
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     with started(warm_python(), f"{tmp_path}/signalled.py") as process:
-        assert process.stdout
         pid = int(process.stdout.readline())
         process.send_signal(number)
         assert process.wait() == (5 if number == signal.SIGTERM else -number)
