@@ -77,10 +77,10 @@ def unbroken(command: str) -> Markup:
 
 @cache
 def template(name: str) -> Any:
-    """Return a template of this folder. All but Markdown templates escape their values as HTML."""
+    """Return a template of this folder. Those of HTML and SVG escape their values."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=lambda name: not str(name).endswith(".md.jinja"),
+        autoescape=lambda name: ".html." in str(name) or ".svg." in str(name),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,

@@ -44,48 +44,28 @@ def main_tables(report: Report) -> list[Table]:
 
 
 def as_text(reports: Sequence[Report]) -> str:
-    """Return the reports as text. The answer to the plan's question comes last, where a reader of a
-    terminal looks first."""
-    first, parts = reports[0], list[str]()
-    if len(reports) > 1:
-        both = SideBySide(reports)
-        parts += map(titled, side_by_side_tables(both))
-        parts += [both.not_pooled, APART, POOLED if both.occasions else ""]
-        for letter, name, report in zip(both.letters, both.names, reports, strict=True):
-            parts += [f"{letter}: {name}", *said(report)]
-    else:
-        tables = map(titled, main_tables(first))
-        parts += [first.record.plan.question or "", *tables, *said(first), *first.headline]
-    return "\n\n".join(filter(None, parts))
-
-
-def titled(table: Table) -> str:
-    return f"{table.title}\n\n{table_text(table)}"
-
-
-def said(report: Report) -> Iterator[str]:
-    """Yield the verdicts, each with the lines below it, then the remarks and notices."""
-    for verdict in report.verdicts:
-        yield "\n  ".join([sentence(verdict), *below(verdict)])
-    yield from (report.equal_weights, report.ours, report.correction)
-    for title, lines in report.notices:
-        yield "\n  ".join([f"{title}:", *lines])
-    yield report.provenance
+    """Return the reports as text for a terminal."""
+    return rendered("report.txt.jinja", reports)
 
 
 def as_markdown(reports: Sequence[Report]) -> str:
     """Return the reports as Markdown that can be pasted into an issue."""
+    return rendered("report.md.jinja", reports)
+
+
+def rendered(name: str, reports: Sequence[Report]) -> str:
+    """Return the reports by a template of text, with one empty line between its parts."""
     both = SideBySide(reports) if len(reports) > 1 else None
-    tables = side_by_side_tables(both) if both else main_tables(reports[0])
-    text = template("report.md.jinja").render(
+    text = template(name).render(
         reports=reports,
         both=both,
-        tables=tables,
+        tables=side_by_side_tables(both) if both else main_tables(reports[0]),
+        apart=APART,
+        pooled=POOLED,
         table_text=table_text,
         escaped=escaped,
         sentence=sentence,
         below=below,
-        limits=[f"- {escaped(line)}" for line in reports[0].limits],
     )
     return re.sub(r"\n{3,}", "\n\n", str(text).strip()) + "\n"
 
