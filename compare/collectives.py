@@ -11,6 +11,7 @@ at one message after the other, as in a comparison of trainings: compare/report.
 too.
 """
 
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from compare.plan.plan_file import check_known, plan_record
 from compare.running import checks
 from compare.running.comparison import measure, record_plan
 from compare.running.launch import utc_now, utc_stamp
+from compare.running.scheduler import MeasurementError
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import write_json
@@ -88,6 +90,7 @@ def measure_or_show(
     folder = show or out or Path("runs") / f"collectives-{utc_stamp()}"
     if json and not json.parent.is_dir():
         raise UserError(f"{json}: make its folder first")
+    is_measured = True
     if show is None:
         check(workers, hosts, min(blocks, threads, timeout), folder)
         cases = cases_of(sizes, wires, model)
@@ -100,15 +103,18 @@ def measure_or_show(
             named_hosts=hosts,
             blocks=blocks,
             rounds=ROUNDS,
+            order_seed=secrets.randbelow(2**31),
             timeout=timeout,
         )
         cores = checks.check_cores(most_on_a_host(workers, hosts), threads)
-        measure_plan(plan, folder, [*missing, *checks.warning_texts([cores])])
+        is_measured = measure_plan(plan, folder, [*missing, *checks.warning_texts([cores])])
+        if not is_measured and not Record.open(folder).num_blocks:
+            return 1
     record = read_comparison(folder)
     print(f"\n{text_report(record)}")
     if json is not None:
         write_json(json, as_json(record))
-    return 0
+    return 0 if is_measured else 1
 
 
 def check(workers: int, hosts: str | None, least: int, folder: Path) -> None:
@@ -178,20 +184,25 @@ def command(
     ]
 
 
-def measure_plan(plan: Plan, folder: Path, warnings: list[str]) -> None:
-    """Measure into a new folder. MeasurementError names a backend that failed."""
+def measure_plan(plan: Plan, folder: Path, warnings: list[str]) -> bool:
+    """Measure into a new folder; return False, and name the backend, if one failed."""
     print(f"record and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     record = Record(folder)
     warnings = [*warnings, *checks.warn(plan, folder)]
     planned = msgspec.structs.replace(plan_record(plan, utc_now()), warnings=tuple(warnings))
     record_plan(planned, record)
-    measure(plan, record)
+    try:
+        measure(plan, record)
+    except MeasurementError as error:
+        print(f"a block failed: {error}")
+        return False
+    return True
 
 
 main = partial(
     run_tool, SCRIPT, measure_or_show, __doc__,
-    interrupted="interrupted: all processes were ended",
+    interrupted="interrupted: all processes were ended; --show FOLDER shows the blocks before",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -60,8 +60,10 @@ def keep_comparison(
         draft.mkdir()
         replace_file(draft / FILE, text)
         draft.rename(target)
-    with (results / SUMS).open("a") as sums:
-        sums.write(f"{head}  {(target / FILE).relative_to(results)}\n")
+    name, sums = str((target / FILE).relative_to(results)), results / SUMS
+    others = sums.read_text().splitlines(keepends=True) if sums.exists() else []
+    kept = [line for line in others if not line.rstrip().endswith(f"  {name}")]
+    replace_file(sums, "".join([*kept, f"{head}  {name}\n"]))
     print(f"kept: {target}")
     return 0
 

@@ -8,7 +8,7 @@
                                                    the same on several occasions say together
 
 Without one of the flags for formats it prints the table and writes report.html into DIR.
-Reads run folders only: it needs neither torch nor Horovod, and no machine like the measured one.
+Reads the record only: it needs neither torch nor Horovod, and no machine like the measured one.
 """
 
 import sys

@@ -168,6 +168,8 @@ def unfinished_folder(plan: Plan) -> Path | None:
         return None
     try:
         record = Record.open(folder)
+        if record.is_empty:
+            return None
         plan = resumed(plan, record)
         old = record.plan
     except UserError:  # which report.py would say: it is another comparison in any case

@@ -1,8 +1,8 @@
 """The record of a comparison: one file, record.jsonl, which run.py writes and the report reads.
 
 A line each for the plan, for a block of turns, for a complete whole run, and for an attempt that
-failed, in the order in which they were made. A later line of the plan extends its end, or adds a
-warning. run.py appends each line as a whole, and the disk has it before anything else is started.
+failed, in the order in which they were made. A later line of the plan extends its end, adds a
+warning, or changes something else that makes no other comparison of it, such as a time-out. run.py appends each line as a whole, and the disk has it before anything else is started.
 
 Each line holds the SHA-256 of all bytes above it: a line that is edited, dropped, moved or taken
 from another comparison is found by the line below it. The SHA-256 of the whole file, its head, is
@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -38,7 +39,7 @@ from compare.evidence.turns import Block
 from compare.plan.configurations import PEERS, Configuration
 from compare.plan.plan import Outcome, Run, turns_place
 from compare.plan.plan_file import PlanRecord, explanation, plan_of_record
-from recipe.errors import UserError
+from recipe.errors import UserError, system_errors
 from recipe.files import sync_folder
 from recipe.record.schema import Count, Text, Whole
 
@@ -89,10 +90,15 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
 class FailureLine(Line, frozen=True, kw_only=True, tag="failure"):
     """An attempt at a whole run, or at a block of turns, that failed."""
 
-    place: Text
+    place: Text  # as of a RunLine; of a block, the folder that it would have
     block: Count
     outcome: Outcome
-    output: str  # its end
+    folder: Text  # where its output was put aside, relative to the comparison's folder
+    output: str  # its end, or what is wrong with what a run has recorded
+
+
+class ChangedAboveError(UserError):
+    """A line does not follow from the lines above it."""
 
 
 AnyLine = PlanLine | BlockLine | RunLine | FailureLine
@@ -126,13 +132,15 @@ class Record:
         except OSError as error:
             raise UserError(f"{record.path} cannot be read: {error.strerror}") from None
         for text in data.splitlines(keepends=True):
-            record.num_whole_lines = record._num_lines
             try:
                 record._take(record._decoded(text))
             except UserError as error:
                 if not record._plans:
                     raise UserError(f"{record.where}: {error}") from None
                 record.problem = f"{record.where}: {error}"
+                record.num_whole_lines = record._num_lines
+                if isinstance(error, ChangedAboveError):
+                    record.num_whole_lines -= 1
                 break
             record._count(text)
         return record
@@ -146,12 +154,14 @@ class Record:
         self._take(line)
         text = json.dumps(msgspec.to_builtins(line, enc_hook=float)).encode() + b"\n"
         is_new = not self.path.exists()
-        with self.path.open("ab") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            sync_folder(self.folder)
+        remedy = "When there is room, the same command goes on where it stopped"
+        with system_errors(self.path, "cannot be written", remedy):
+            with self.path.open("ab") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            if is_new:
+                sync_folder(self.folder)
         self._count(text)
 
     # Reading.
@@ -167,7 +177,8 @@ class Record:
 
     @property
     def head(self) -> str:
-        """The SHA-256 of the whole file, as `sha256sum` prints it."""
+        """The SHA-256 of the whole file, as `sha256sum` prints it; with a problem, of what is above
+        it."""
         return self._digest.hexdigest()
 
     def _count(self, text: bytes) -> None:
@@ -180,9 +191,8 @@ class Record:
             raise UserError("is incomplete: the file was cut off there")
         table = decode(text.decode(errors="replace"), "it")
         if table.get("above") != self.head:
-            self.num_whole_lines -= 1
             changed = f"line {self._num_lines} was changed, or a line is missing above it"
-            raise UserError(f"does not follow from what stands above: {changed}")
+            raise ChangedAboveError(f"does not follow from what stands above: {changed}")
         try:
             return msgspec.convert(table, AnyLine)
         except msgspec.ValidationError as error:
@@ -201,6 +211,8 @@ class Record:
             self._take_block(line)
         elif isinstance(line, RunLine):
             self._take_run(line)
+        elif line.outcome.status in ("completed", "not run"):
+            raise UserError(f"{line.place} failed, but its status is {line.outcome.status}")
         else:
             self._failures.append(line)
 
@@ -236,6 +248,8 @@ class Record:
             raise UserError(f"{line.place} is no run of the plan")
         if line.outcome.status != "completed":
             raise UserError(f"{line.place}: its status is {line.outcome.status}")
+        if line.place in self._complete:
+            raise UserError(f"{line.place} is complete above")
         run = RunRecord(
             **place_of(planned[line.place], self.folder),
             **vars(line.outcome),
@@ -283,12 +297,18 @@ class Record:
         """Return how a planned run ended last."""
         if run.folder in self._complete:
             return self._complete[run.folder]
-        failed = [failure for failure in self._failures if failure.place == run.folder]
-        return failed[-1].outcome if failed else Outcome("not run")
+        has_failed = any(failure.place == run.folder for failure in self._failures)
+        return self.failure(run.folder).outcome if has_failed else Outcome("not run")
 
     def missing(self, runs: Sequence[Run]) -> list[Run]:
-        """Return the runs that are not complete."""
-        return [run for run in runs if run.folder not in self._complete]
+        """Return the runs that are still to be made: those that are not complete, but for those
+        whose records cannot be used, which would be the same again."""
+        ended = ("completed", "unreadable")
+        return [run for run in runs if self.outcome(run).status not in ended]
+
+    def failure(self, place: str) -> FailureLine:
+        """Return the last failure of a run that has failed."""
+        return [failure for failure in self._failures if failure.place == place][-1]
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -354,10 +374,10 @@ class Record:
             or failure is not last[failure.place]
         ]
 
-    def output_of(self, place: str | Path) -> Path:
-        """Return the file that has the output of a run or block that failed: its own, or in a kept
-        record the record."""
-        log = self.folder / place / "output.log"
+    def output_of(self, failure: FailureLine) -> Path:
+        """Return the file that has the output of what failed: its own, or in a kept record the
+        record."""
+        log = self.folder / failure.folder / "output.log"
         return log if log.exists() else self.path
 
     @cached_property
@@ -463,16 +483,19 @@ def record_to_write(folder: Path) -> Record:
     UserError if the rest is not whole, with what may be done."""
     path = folder / FILE
     if path.exists():
-        whole = path.read_bytes().rpartition(b"\n")
-        if whole[2]:
-            os.truncate(path, len(whole[0]) + len(whole[1]))
+        with system_errors(path, "cannot be read and written", "Give another --out DIR"):
+            whole, end, rest = path.read_bytes().rpartition(b"\n")
+            if rest:
+                os.truncate(path, len(whole) + len(end))
+                print(f"{path}: its last line was cut off while it was written, and is removed")
     record = Record.open(folder)
     if record.problem:
-        keep = record.num_whole_lines
-        raise UserError(
-            f"{record.problem}; to measure anew what follows, keep the lines above it: "
-            f"head -n {keep} {path} > whole && mv whole {path}"
+        keep, name = record.num_whole_lines, shlex.quote(str(path))
+        remedy = (
+            "to measure anew what follows, keep the lines above it: "
+            f"head -n {keep} {name} > whole && mv whole {name}"
         )
+        raise UserError(f"{record.problem}; {remedy if keep else 'start anew with --new'}")
     return record
 
 

@@ -62,10 +62,14 @@ def estimates_of(groups: Sequence[Group]) -> list[Estimate]:
 
 
 def next_groups(plan: Plan, groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups to measure next: all where they share a launch, or whole runs are made;
-    else, of those that need more blocks, the one with the fewest."""
-    if plan.shares_launch or plan.measure == "runs":
+    """Return the groups to measure next: where they share a launch, all that have the fewest blocks
+    (an interruption may have left them unequal); all where whole runs are made; else, of those that
+    need more blocks, the one with the fewest."""
+    if plan.measure == "runs":
         return groups
+    if plan.shares_launch:
+        fewest = min(group.num_blocks for group in groups)
+        return [group for group in groups if group.num_blocks == fewest]
     wide = [
         group
         for group in groups

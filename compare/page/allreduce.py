@@ -113,7 +113,7 @@ def text_report(record: Record) -> str:
     first = environments[figures[0].backend]
     heading = (
         f"All-reduce over {count(first.world_size, 'worker')} on {count(len(first.hosts), 'host')} "
-        f"({first.device_name}), {count(record.groups[0].num_blocks, 'block')}"
+        f"({first.device_name}), {count(min(group.num_blocks for group in record.groups), 'block')}"
     )
     backends = [
         f"{name}: {used.transport} on the {used.device.upper()}, {used.version}"

@@ -371,7 +371,7 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         if block.other_load > block.quiet_cores
     ]
     found[ASIDE] += [
-        f"{failure.place}: failed, and was run again; see {record.output_of(failure.place)}"
+        f"{failure.place}: failed, and was run again; see {record.output_of(failure)}"
         for failure in record.earlier_failures
     ]
     return [(title, lines) for title, lines in found.items() if lines]
@@ -396,4 +396,7 @@ def trouble(record: Record, run: RunRecord) -> str:
     if run.status == "not run":
         return run.status
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
-    return f"{run.status}{code}; see {record.output_of(run.folder.relative_to(record.folder))}"
+    failure = record.failure(str(run.folder.relative_to(record.folder)))
+    if run.status == "unreadable":
+        return f"unreadable: {failure.output}"
+    return f"{run.status}{code}; see {record.output_of(failure)}"

@@ -249,7 +249,7 @@ class Run:
         ]
 
 
-Status = Literal["completed", "failed", "timed out", "not run"]
+Status = Literal["completed", "failed", "timed out", "not run", "unreadable"]
 
 
 @dataclass

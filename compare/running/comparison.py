@@ -6,9 +6,9 @@ always agree.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace as replace_outcome
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -64,8 +64,10 @@ def check_same_plan(plan: Plan, record: Record) -> PlanRecord:
         return new
     old = record.plan
     differences = plan_differences(old, new)
-    there, asked = old.blocks_there, plan.run_blocks
-    if plan.measure == "turns" and plan.blocks is not None:
+    there, asked = 0, plan.run_blocks
+    if plan.measure == "runs":
+        there = old.blocks_there
+    elif plan.blocks is not None:
         there, asked = max(group.num_blocks for group in record.groups), plan.blocks
     if there > asked:
         differences.append(f"blocks: {there} there, {asked} now")
@@ -151,6 +153,7 @@ def measure_block(plan: Plan, record: Record) -> None:
     first, left = groups[0], time_left(plan, record.groups)
     number = first.num_blocks + 1
     place = block_folder(record.folder, *first.place, number)
+    aside = failed_folder(place)  # where the scheduler puts a block that fails
     label, ratios = f"block {number}", list[str]()
     if not plan.shares_launch:
         label, ratios = block_label(first, number), ratio_texts(first)
@@ -163,9 +166,7 @@ def measure_block(plan: Plan, record: Record) -> None:
         )
     except MeasurementError as error:
         where = str(place.relative_to(record.folder))
-        record.append(
-            FailureLine(place=where, block=number, outcome=Outcome("failed"), output=str(error))
-        )
+        record.append(failure_line(record, where, number, Outcome("failed"), aside, str(error)))
         raise
     for line in lines:
         record.append(line)
@@ -224,31 +225,52 @@ def make_missing(runs: list[Run], plan: Plan, record: Record) -> list[Run]:
         check_sources(plan, record)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run.cell}"
-        folder = record.folder / run.folder
-        if record.outcome(run).status != "not run" and folder.exists():  # it has failed before
-            folder.rename(failed_folder(folder))
         outcome = start_and_wait(run, record.folder, plan.timeout, label)
-        record_run(run, outcome, record)
+        outcome, folder = record_run(run, outcome, record)
         # From the mean time of the runs that have ended; 0 s means that a run was not started.
         done = [seconds for run in runs if (seconds := record.outcome(run).seconds)]
         left = mean(done) * len(record.missing(runs)) if done else None
-        show_outcome(label, run, folder, outcome, left)
-        if outcome.status != "completed":
+        if outcome.status == "unreadable":
+            print_line(f"{label}   unreadable: {record.failure(run.folder).output}")
+        else:
+            show_outcome(label, run, folder, outcome, left)
+        # What turns measure does not need whole runs.
+        is_needed = outcome.status != "unreadable" or plan.measure == "runs"
+        if outcome.status != "completed" and is_needed:
             failed.append(run)
     return failed
 
 
-def record_run(run: Run, outcome: Outcome, record: Record) -> None:
-    """Record a whole run that has ended; UserError if what its trainer wrote contradicts itself."""
-    folder = record.folder / run.folder
-    place, block = run.folder, run.block
-    if outcome.status != "completed":
-        output = shown_tail(folder)
-        record.append(FailureLine(place=place, block=block, outcome=outcome, output=output))
-        return
-    command = (folder / "command.txt").read_text(errors="surrogateescape").strip()
-    written: dict[str, Any] = read_run_folder(folder)
-    record.append(RunLine(place=place, block=block, outcome=outcome, command=command, **written))
+def record_run(run: Run, outcome: Outcome, record: Record) -> tuple[Outcome, Path]:
+    """Record a whole run that has ended. Return its outcome, "unreadable" if what its trainer wrote
+    cannot be used or contradicts itself, and its folder, which is put aside if it failed."""
+    folder, output = record.folder / run.folder, ""
+    if outcome.status == "completed":
+        try:
+            record.append(
+                RunLine(
+                    place=run.folder,
+                    block=run.block,
+                    outcome=outcome,
+                    command=(folder / "command.txt").read_text(errors="surrogateescape").strip(),
+                    **read_run_folder(folder),
+                )
+            )
+            return outcome, folder
+        except UserError as error:
+            outcome, output = replace_outcome(outcome, status="unreadable"), str(error)
+    aside = failed_folder(folder)
+    output = output or shown_tail(folder, kept=aside)
+    folder.rename(aside)
+    record.append(failure_line(record, run.folder, run.block, outcome, aside, output))
+    return outcome, aside
+
+
+def failure_line(
+    record: Record, place: str, block: int, outcome: Outcome, aside: Path, output: str
+) -> FailureLine:
+    where = str(aside.relative_to(record.folder))
+    return FailureLine(place=place, block=block, outcome=outcome, folder=where, output=output)
 
 
 def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: float | None) -> None:
