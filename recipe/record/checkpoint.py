@@ -28,6 +28,7 @@ from recipe.files import partial_name, sync_folder, whole_file
 from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.folder import one_sentence
+from recipe.record.formats import SAFETENSORS, format_of
 from recipe.settings.config import Config
 from recipe.training.model import last_layer, without_auxiliary_heads
 from recipe.training.state import Progress, Trainables, copy_buffers
@@ -378,15 +379,15 @@ def _read_weights(file: Path, name: str) -> Any:
         if not file.is_file():
             raise UserError(f"{name}: there is no such file")
         with file.open("rb") as content:
-            is_safetensors = content.read(9)[8:] == b"{"  # after the length of its header
-            content.seek(0)
-            if not is_safetensors:
+            if format_of(content) != SAFETENSORS:
                 return read_file(content, name)
             whole = content.read()
     return _read_safetensors(whole, name)
 
 
 def read_file(content: BinaryIO, name: str) -> Any:
+    if words := format_of(content):
+        raise UserError(f"{name}: {words}")
     try:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(content, map_location="cpu", weights_only=True)
@@ -397,18 +398,7 @@ def read_file(content: BinaryIO, name: str) -> Any:
                 f"{name}: holds a Python object ({refused[1]}), and reading it would run code from "
                 "the file; save it again with tensors and plain values only"
             ) from None
-        raise UserError(f"{name}: {no_checkpoint(content)}") from None
-
-
-def no_checkpoint(content: BinaryIO) -> str:
-    """Return, in words, what is wrong with a file that torch cannot read, and what to do. The first
-    bytes show whether it is a web page, an archive or a pointer of git-lfs."""
-    content.seek(0)
-    return (
-        f"is damaged, or was not written by torch.save; it begins with {content.read(24)!r}. Fetch "
-        "it again, unpack it, or load it with what wrote it and save its state_dict() with "
-        "torch.save; give a safetensors file to --weights"
-    )
+        raise UserError(f"{name}: is damaged, or was not written by torch.save") from None
 
 
 def _read_safetensors(content: bytes, name: str) -> Any:

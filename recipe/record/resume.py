@@ -25,7 +25,6 @@ from recipe.record.checkpoint import (
     load_state,
     mark_best,
     momentum,
-    no_checkpoint,
     not_finite,
     other_classes,
     read_file,
@@ -33,6 +32,7 @@ from recipe.record.checkpoint import (
     step_path,
 )
 from recipe.record.folder import new_folder, one_sentence, records
+from recipe.record.formats import format_of
 from recipe.record.kept_state import KeptState
 from recipe.settings.config import Config
 from recipe.settings.flags import FLAGS, names_of, spelled
@@ -225,7 +225,9 @@ def find_checkpoint(config: Config, run_folder: Path) -> Path | None:
             )
         if not _is_whole(path):
             with path.open("rb") as content:
-                raise UserError(f"--resume {path}: {no_checkpoint(content)}")
+                problem = format_of(content)
+            problem = problem or "is damaged, or is not a checkpoint of this project"
+            raise UserError(f"--resume {path}: {problem}")
         return path
     folder = run_folder / "checkpoints"
     best, files = folder / "best.pt", checkpoints_in(folder)
