@@ -194,7 +194,10 @@ def take_default_plan(options: SimpleNamespace) -> None:
     ):
         return
     options.plan, gpus = "square", checks.visible_gpus()
-    if gpus and trainer_config("ddp", 1, tuple(options.arguments_after_dashes)).cuda:
+    if (
+        gpus
+        and trainer_config("ddp", 1, ("--data", "synthetic", *options.arguments_after_dashes)).cuda
+    ):
         options.plan = "square-nccl"
         options.workers = options.workers or (str(min(2, gpus)),)
 
@@ -212,8 +215,16 @@ def leave_out_missing(plan: Plan, options: SimpleNamespace) -> Plan:
     for reason in dict.fromkeys(filter(None, missing.values())):
         print(reason, file=sys.stderr)
     print(f"Left out: {', '.join(gone)}. The comparison goes on without.", file=sys.stderr)
-    pairs = tuple(pair for pair in plan.judged_pairs if set(there).issuperset(pair))
-    return replace(plan, configurations=there, judged_pairs=pairs, left_out=gone)
+    return replace(
+        plan,
+        configurations=there,
+        judged_pairs=tuple(pair for pair in plan.judged_pairs if {*there} >= {*pair}),
+        goals={key: value for key, value in plan.goals.items() if {*there} >= {*key.split(":")}},
+        margins={
+            key: value for key, value in plan.margins.items() if {*there} >= {*key.split(":")}
+        },
+        left_out=gone,
+    )
 
 
 @contextlib.contextmanager

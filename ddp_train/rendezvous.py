@@ -111,7 +111,7 @@ def _store_through_slurm(world: World, timeout: timedelta) -> tuple[dist.Store, 
     else:
         with awaiting(world, [0]):
             host, port = _ask_for_store(host, ports, mark, timeout.total_seconds())
-        store = dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+            store = dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
     call_roll(store, world, timeout)
     return store, node
 

@@ -188,7 +188,8 @@ def _receive(world: World, number: signal.Signals) -> None:
     if _asked not in (None, number):
         return
     ends_now = not _obeys or _asked or FAILING.is_set()
-    _asked, _asked_at = number, time.monotonic()
+    if not ends_now:  # else the loop would begin to stop while this rank ends
+        _asked, _asked_at = number, time.monotonic()
     interrupted = number == signal.SIGINT
     _print_end(world, "interrupted" if interrupted else f"asked to end by {number.name}")
     if ends_now:

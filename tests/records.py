@@ -251,7 +251,8 @@ def fail_run(folder: Path, place: str, **outcome: Any) -> None:
     lines = lines_of(folder)
     for line in lines:
         if line.get("place") == place:
-            line.update(line="failure", outcome={"status": "failed", **outcome}, output="an error")
+            outcome = {"status": "failed", **outcome}
+            line.update(line="failure", outcome=outcome, folder=place, output="an error")
     write_lines(folder, lines)
 
 

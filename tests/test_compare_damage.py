@@ -164,6 +164,15 @@ def test_a_block_that_contradicts_itself_is_neither_written_nor_read(made, messa
         assert (folder / FILE).read_bytes() == before and Record.open(folder).problem == ""
 
 
+def test_a_run_twice_and_a_failure_that_did_not_fail_are_refused(folder):
+    lines = lines_of(folder)
+    write_lines(folder, [*lines, lines[1]])
+    assert "is complete above" in Record.open(folder).problem
+    failed = {"place": "block-1/x", "block": 1, "folder": "x", "output": ""}
+    write_lines(folder, [*lines, {"line": "failure", **failed, "outcome": {}}])
+    assert "its status is completed" in Record.open(folder).problem
+
+
 def test_a_record_that_cannot_be_read_is_one_message(folder, refusal):
     (folder / FILE).unlink()
     (folder / FILE).mkdir()

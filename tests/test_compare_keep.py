@@ -88,6 +88,7 @@ def test_a_failed_block_is_kept_with_the_end_of_its_output(tmp_path, capsys):
         place="turns/2-workers/block-7",
         block=7,
         outcome=Outcome("failed"),
+        folder="turns/2-workers/block-7.failed-1",
         output=f"{ROOT}/x: out of memory",
     )
     Record.open(folder).append(failed)

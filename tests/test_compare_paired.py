@@ -103,7 +103,7 @@ def test_the_reason_to_stop():
     assert reason_to_stop([narrow, wide], 8, 400, 50, goal) == ""
     enough = "the interval of every pair is within +-3%"
     assert reason_to_stop([narrow, narrow], 8, 400, 50, goal) == enough
-    assert "the 10 minutes" in reason_to_stop([wide], 8, 560, 50, goal)
+    assert "--minutes 10" in reason_to_stop([wide], 8, 560, 50, goal)
     assert reason_to_stop([wide], 2, 560, 50, goal) == ""  # two blocks tell nothing
     five = Plan(blocks=5)
     assert reason_to_stop([narrow], 4, 9999, 50, five) == ""

@@ -26,7 +26,6 @@ from compare.evidence.record import Record, read_comparison
 from compare.plan.plan import Outcome, Plan, Run
 from compare.plan.plan_file import plan_record
 from compare.running.comparison import record_plan, record_run
-from recipe.errors import UserError
 from recipe.record.schema import Input, Phases, Settings
 
 STEPS, EPOCHS = 72, 6
@@ -290,7 +289,9 @@ def test_steps_grow_as_the_settings_say(images, speed, message):
         ),
     ],
 )
-def test_a_run_whose_metrics_are_damaged_is_not_recorded(tmp_path, damage, message):
+def test_a_run_whose_metrics_are_damaged_is_unreadable_and_not_made_again(
+    tmp_path, damage, message
+):
     plan, folder = a_plan(blocks=1), tmp_path / "compare-1"
     record = Record(folder)
     folder.mkdir()
@@ -298,10 +299,12 @@ def test_a_run_whose_metrics_are_damaged_is_not_recorded(tmp_path, damage, messa
     run = plan.runs()[0]
     metrics = make_run(folder, run) / "metrics.jsonl"
     metrics.write_text(damage(metrics.read_text()))
-    before = record.path.read_bytes()
-    with pytest.raises(UserError, match=message):
-        record_run(run, Outcome("completed"), record)
-    assert record.path.read_bytes() == before and record.complete == []
+    outcome, aside = record_run(run, Outcome("completed"), record)
+    assert outcome.status == "unreadable" and (aside / "metrics.jsonl").exists()
+    again = Record.open(folder)
+    assert again.problem == "" and again.complete == []
+    assert re.search(message, again.failure(run.folder).output)
+    assert run not in again.missing(plan.runs())
 
 
 def test_a_run_in_the_wrong_place_is_refused(tmp_path):

@@ -79,7 +79,8 @@ def test_unequal_weights_are_told(folder, capsys):
 
 def fail_first(folder: Path, place: str) -> None:
     """Have a run failed once before it was made."""
-    failed = {"place": place, "block": 1, "outcome": {"status": "failed"}, "output": "an error"}
+    failed = {"place": place, "block": 1, "outcome": {"status": "failed"}}
+    failed |= {"folder": f"{place}.failed-1", "output": "an error"}
     first, *others = lines_of(folder)
     write_lines(folder, [first, {"line": "failure", **failed}, *others])
 

@@ -491,6 +491,14 @@ def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     assert Record.open(comparing.folder / "failing").plan.blocks_there == 2
 
 
+def test_an_empty_record_is_no_comparison(comparing):
+    """As a full disk leaves it."""
+    (comparing.folder / "runs/compare-20260101-000000").mkdir(parents=True)
+    (comparing.folder / "runs/compare-20260101-000000/record.jsonl").touch()
+    words = [word for word in SMALL if word not in ("--out", "out")]
+    assert "4 runs, 0 of them there already" in comparing.run(*words)
+
+
 def test_warnings_are_printed_and_written_down(comparing):
     for blocks, starts, is_said in (("2", 4, True), ("3", 6, True), ("3", 6, False)):
         output = comparing.run(*SMALL, "--blocks", blocks, "--", "--loaded")

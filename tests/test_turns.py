@@ -26,7 +26,9 @@ from records import MadeUpBlocks, a_block, lines_of
 
 from compare import run as run_module
 from compare.evidence import turns
+from compare.evidence.group import Group
 from compare.evidence.record import FILE, Record
+from compare.evidence.stopping import next_groups
 from compare.evidence.turns import Turn, quiet_load
 from compare.plan import plan_file
 from compare.plan.blocks import DELAY
@@ -714,6 +716,19 @@ def test_groups_take_blocks_in_turn_until_each_is_narrow(bench, tmp_path):
     alone = structs.replace(IN_BLOCKS, configurations=(FIRST,))  # nothing to compare
     measure(alone, tmp_path / "alone")
     assert not bench.folders
+
+
+def test_after_an_interruption_between_the_cases_of_a_launch_the_later_one_catches_up():
+    """Else it would stay a block behind, and the first have more than were asked for."""
+    script = OwnScript(Words(("a",)))
+    sides = {"a": script, "b": script}
+    plan = Plan(side=sides, configurations=("a", "b"), case={"x": Case(), "y": Case()}, blocks=3)
+    block = a_block({"a": [1.0], "b": [1.0]})
+    ahead, behind = (
+        Group(plan, name, 0, 0.95, [block] * n, [], []) for name, n in (("x", 2), ("y", 1))
+    )
+    assert next_groups(plan, [ahead, behind]) == [behind]
+    assert next_groups(plan, [ahead, ahead]) == [ahead, ahead]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MeasurementError])

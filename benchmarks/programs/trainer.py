@@ -45,7 +45,7 @@ def main() -> None:
 class Nothing:
     """Replaces the classes that record and measure: all its methods do nothing and return {}."""
 
-    input, train_seconds, ended = None, 0.0, ()
+    val_input, train_seconds, ended = None, 0.0, ()
 
     def __init__(self, *_: Any) -> None:
         self.energy = self.clock = self.console = self

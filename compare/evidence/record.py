@@ -2,7 +2,8 @@
 
 A line each for the plan, for a block of turns, for a complete whole run, and for an attempt that
 failed, in the order in which they were made. A later line of the plan extends its end, adds a
-warning, or changes something else that makes no other comparison of it, such as a time-out. run.py appends each line as a whole, and the disk has it before anything else is started.
+warning, or changes something else that makes no other comparison of it, such as a time-out. run.py
+appends each line as a whole, and the disk has it before anything else is started.
 
 Each line holds the SHA-256 of all bytes above it: a line that is edited, dropped, moved or taken
 from another comparison is found by the line below it. The SHA-256 of the whole file, its head, is

@@ -1,6 +1,7 @@
 """Names of configurations, by what their runs really used."""
 
 from compare.evidence.record import Record
+from compare.plan.blocks import DELAY
 from compare.plan.configurations import ENGINES
 
 # Settings that undo this project's own, so that an engine runs as users install it.
@@ -40,7 +41,7 @@ def used_and_set(record: Record, configuration: str, is_launcher_told: bool = Fa
     label += f" by {launcher}" if is_launcher_told else ""
     planned = record.configurations[configuration]
     settings = [*planned.flags, *(f"{name}={value}" for name, value in planned.environment.items())]
-    if record.plan.null and settings:  # the variable that delays the control
+    if DELAY in planned.environment:  # the control of a null test
         return f"{label}, delayed"
     if settings and STOCK.issuperset(settings):
         return f"stock {label}"

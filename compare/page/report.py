@@ -349,7 +349,8 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
     ]
     found[WARNINGS] += correlated_blocks(record)
     found[MISSING] += [
-        f"{name}: {WITHOUT_HOROVOD if 'horovod' in name else WITHOUT_MPI}" for name in plan.left_out
+        f"{name}: {WITHOUT_HOROVOD if plan.known()[name].engine == 'horovod' else WITHOUT_MPI}"
+        for name in plan.left_out
     ]
     for run in record.runs:
         folder = run.folder.relative_to(record.folder)

@@ -111,7 +111,10 @@ def read_plan_file(name: str) -> dict[str, Any]:
             table = plan_table(msgspec.convert(json.loads(text), dict[str, Any]))
         elif path.suffix == ".jsonl":  # a comparison's record: its last plan
             lines = msgspec.convert([*map(json.loads, text.splitlines())], list[dict[str, Any]])
-            table = plan_table([line["plan"] for line in lines if line.get("line") == "plan"][-1])
+            plans = [line["plan"] for line in lines if line.get("line") == "plan"]
+            if not plans:
+                raise UserError("holds no plan; give a comparison's record.jsonl")
+            table = plan_table(plans[-1])
         else:
             table = tomllib.loads(text)
         take_hostfile(table)

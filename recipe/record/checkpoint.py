@@ -439,6 +439,11 @@ def load_state(
             f"{name}: does not fit the model: {'; '.join(problems)}; check --arch and the number "
             f"of classes{otherwise}"
         )
+    if empty := [key for key, value in state.items() if value.is_meta]:
+        raise UserError(
+            f"{name}: has only the shapes of {first_few(empty)}, not the values (tensors on the "
+            "device `meta`); save it again from a model whose weights were loaded"
+        )
     model.load_state_dict(state, strict=False)
 
 
