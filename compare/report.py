@@ -62,7 +62,7 @@ def report(
 
     found = [read_comparison(folder) for folder in find_comparisons(comparisons)]
     refuse_copies(found)
-    reports = [Report(one) for one in found]
+    reports = [Report(record) for record in found]
     files = dict[Path, str]()
     if form == "text" and len(reports) == 1 and not (no_html or svg):
         html = html or found[0].folder / "report.html"

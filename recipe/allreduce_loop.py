@@ -26,7 +26,7 @@ from recipe.world import World
 FP32_BYTES = 4
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WARM_UP_CASE = "4K-fp32"  # before a turn has asked for one
-EXACT_INTEGERS = min(one.exact_integers for one in WIRE_FORMATS.values())
+EXACT_INTEGERS = min(wire.exact_integers for wire in WIRE_FORMATS.values())
 PATTERN_LENGTH = 7  # prime: blocks of a power of two that change places do not go unseen
 PATTERN_REPEATS = 1024  # so that a copy of it is fast
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from making import TinyNet, a_config
 from torch.nn.parallel import DistributedDataParallel
 
-from compare.evidence.profiles import Message, exchange_lines, read_exchange
+from compare.evidence.profiles import TimedMessage, exchange_lines, read_exchange
 from ddp_train import buckets
 from ddp_train.buckets import bucket_hook
 from recipe.errors import UserError
@@ -83,14 +83,17 @@ def a_horovod_run(run: Path) -> Path:
 @pytest.mark.parametrize(("threads", "second_began"), [(1, 55), (2, 40)])
 def test_buckets_of_ddp(threads: int, second_began: int, tmp_path: Path) -> None:
     """A backend with two threads sends two buckets at once."""
-    second = Message(1, 4.0, 40, 45, second_began, 60)
+    second = TimedMessage(1, 4.0, 40, 45, second_began, 60)
     steps = read_exchange(a_ddp_run(tmp_path, threads))
-    assert steps == [[Message(2, 8.004, 20, 25, 20, 55), second]] * 2
+    assert steps == [[TimedMessage(2, 8.004, 20, 25, 20, 55), second]] * 2
 
 
 def test_gradients_that_horovod_fused_are_one_message(tmp_path: Path) -> None:
     [step] = read_exchange(a_horovod_run(tmp_path))  # the other step sent nothing
-    assert step == [Message(1, 8.0, 10, 10, 12, 22), Message(2, 4.004, 40, 40, 42, 62.004)]
+    assert step == [
+        TimedMessage(1, 8.0, 10, 10, 12, 22),
+        TimedMessage(2, 4.004, 40, 40, 42, 62.004),
+    ]
     table, sentence = exchange_lines([step])
     assert [line.split() for line in table.splitlines()[2:]] == [
         ["1", "8.0", "10.0", "10.0", "12.0", "22.0"],

@@ -161,7 +161,7 @@ class RecordedGradients:
     steps: list[StepTimes]
 
 
-class Message(NamedTuple):
+class TimedMessage(NamedTuple):
     """Gradients that were sent together: a bucket of DDP, or what Horovod fused. Times are in ms
     since rank 0 began the step's backward pass."""
 
@@ -173,7 +173,7 @@ class Message(NamedTuple):
     ended: float
 
 
-Step = list[Message]  # in the order of their begin
+Step = list[TimedMessage]  # in the order of their begin
 
 
 def exchange_lines(steps: Sequence[Step]) -> list[str]:
@@ -230,7 +230,7 @@ def messages_of(ranks: Sequence[StepTimes], elements: dict[str, int], lane: Lane
             max(span["ts"] + span["dur"] for span in group),
         )
         messages.append(
-            Message(len(names), megabytes, *((ns - step.backward) / 1e6 for ns in times))
+            TimedMessage(len(names), megabytes, *((ns - step.backward) / 1e6 for ns in times))
         )
     return messages
 

@@ -180,7 +180,7 @@ def caveats_of(record: Record) -> list[str]:
     """Return what is missing, and what makes the figures doubtful."""
     facts = (fact for group in record.groups for fact in group.facts if fact.is_confounder)
     differences = dict.fromkeys(difference_text(fact) for fact in facts)
-    lines = [f"not the same in all launches, so nothing is decided: {one}" for one in differences]
+    lines = [f"not the same in all launches, so nothing is decided: {text}" for text in differences]
     unfinished = dict.fromkeys(record.unfinished.values())
     lines += [f"unfinished, so nothing is decided: {how_far}" for how_far in unfinished]
     disturbed = sum(group.disturbed_seconds for group in record.groups)

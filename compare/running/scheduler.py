@@ -379,7 +379,7 @@ class Scheduler(Launches):
         for rank in sorted(self.ranks, key=lambda rank: rank.number):
             side = self.sides[rank.side]
             if side.is_script and "facts" in rank.measured and rank.side not in by_side:
-                hosts = [one.host for one in sorted(self.of(side), key=lambda one: one.number)]
+                hosts = [own.host for own in sorted(self.of(side), key=lambda own: own.number)]
                 world = {"world_size": len(hosts), "rank_hosts": hosts, "hosts": sorted({*hosts})}
                 by_side[rank.side] = rank.measured["facts"] | world
         return by_side
@@ -443,12 +443,12 @@ class Scheduler(Launches):
     def joined(self, side: str) -> str:
         """Return how many ranks of a user's own script take part, and what such a script must do;
         "" for a trainer."""
-        one = self.sides[side]
-        if not one.is_script:
+        run = self.sides[side]
+        if not run.is_script:
             return ""
-        all_ = max(self.ranks_of(one), 0) or "its"
+        all_ = max(self.ranks_of(run), 0) or "its"
         return (
-            f", with {len(self.of(one))} of {all_} ranks taking part: each rank must make one "
+            f", with {len(self.of(run))} of {all_} ranks taking part: each rank must make one "
             "`side = Side()`, call side.step() after each step, and keep training until it is "
             "ended, so give it more epochs; if fewer ranks take part, use Side(ranks=N)"
         )
@@ -526,7 +526,7 @@ def make_turn(
     for rank in ranks:
         by_machine[rank.machine].append(rank.measured)
     measured = [rank.measured for rank in ranks]
-    images = sum(one["images"] for one in measured)
+    images = sum(values["images"] for values in measured)
     if not side.is_script:
         step = side.config.batch_size * side.config.batches_per_allreduce * side.workers
         if not math.isclose(images, steps * step):
@@ -535,8 +535,10 @@ def make_turn(
             )
     elif not images > 0:
         raise MeasurementError(f"{side.side}: its steps did {images:g} {measured[0]['unit']}")
-    phases = [one["phases"] for one in measured if one.get("phases") and not side.is_script]
-    computing = [one["forward"] + one["backward"] for one in phases]
+    phases = [
+        values["phases"] for values in measured if values.get("phases") and not side.is_script
+    ]
+    computing = [seconds["forward"] + seconds["backward"] for seconds in phases]
     loads = [
         (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))
         / max(m["window"] for m in of_ranks)
@@ -545,12 +547,14 @@ def make_turn(
     return Turn(
         side=side.side,
         round=round_,
-        seconds=fmean(one["seconds"] for one in measured),
+        seconds=fmean(values["seconds"] for values in measured),
         images=images,
         cpu_seconds_per_image=cpu_seconds / images * steps / (LEAD_IN_STEPS + steps),
         other_load=max(0.0, round(max(loads), 3)),
         began=began,
-        phases={name: fmean(one[name] for one in phases) for name in phases[0]} if phases else {},
+        phases={name: fmean(seconds[name] for seconds in phases) for name in phases[0]}
+        if phases
+        else {},
         straggler_ratio=max(computing) / median(computing) if len(computing) > 1 else None,
     )
 

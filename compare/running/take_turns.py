@@ -239,7 +239,7 @@ def tree_of(process: psutil.Process) -> list[psutil.Process]:
     """Return a process and all its descendants without this process; [] if it has ended."""
     with suppress(psutil.Error):
         tree = [process, *process.children(recursive=True)]
-        return [one for one in tree if one.pid != os.getpid()]
+        return [process for process in tree if process.pid != os.getpid()]
     return []
 
 
@@ -247,7 +247,7 @@ def pause(rank: psutil.Process) -> list[psutil.Process]:
     """Stop a rank and all its descendants, and return them. Repeats until there are no new ones,
     since one of them may just have started another."""
     stopped: list[psutil.Process] = []
-    while new := [one for one in tree_of(rank) if one not in stopped]:
+    while new := [process for process in tree_of(rank) if process not in stopped]:
         send_signal(new, signal.SIGSTOP)
         stopped += new
     return stopped
