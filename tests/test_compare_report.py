@@ -361,7 +361,7 @@ def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
         ({"decision": "equal"}, "A over MPI and B over MPI are tied: equally fast within 57 %."),
         (
             {"decision": "undecided"},
-            "Undecided: A over MPI is between 1.00 and 1.56 times as fast as B over MPI.",
+            "It is undecided: A over MPI is between 1.00 and 1.56 times as fast as B over MPI.",
         ),
         ({"is_finished": False}, "Nothing is decided between A over MPI and B over MPI yet."),
         (

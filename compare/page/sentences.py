@@ -21,7 +21,7 @@ CLAIMS = {
     "faster": "{first} trained {ratio} times as fast as {second}",
     "slower": "{second} trained {inverse} times as fast as {first}",
     "equal": "{first} and {second} are tied: equally fast within {bound}",
-    "undecided": "undecided: {first} is between {low} and {high} times as fast as {second}",
+    "undecided": "it is undecided: {first} is between {low} and {high} times as fast as {second}",
 }
 OF_ITSELF = {
     "faster": "a difference was shown between {first} and itself",
