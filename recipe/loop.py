@@ -177,7 +177,7 @@ class Rung(Trainables):
         def by_rank(tensors: Iterable[Any]) -> list[int]:
             # Of a sharded tensor (DTensor), this rank's part.
             parts = (
-                getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors
+                tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors
             )
             num_bytes = torch.tensor([sum(part.nbytes for part in parts)])
             return self.ranks.rows(num_bytes).flatten().tolist()

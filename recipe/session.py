@@ -87,8 +87,8 @@ class Session:
         parts: Trainables,
         lr_scale: float,
     ) -> None:
-        """Open the run folder, and resume from a checkpoint if --resume gives one: only then has
-        `reader` not begun yet."""
+        """Open the run folder, and resume from a checkpoint if --resume gives one. With --resume
+        `reader` begins here, else it has begun."""
         self.engine, self.config, self.ranks, self.reader = engine, config, ranks, reader
         self.share, self.parts, self.lr_scale = share, parts, lr_scale
         self.folder = open_run_folder(config, ranks, engine)
