@@ -1,5 +1,6 @@
 """Reading run folders; and made-up ones, which the other tests of compare/ use too."""
 
+import errno
 import itertools
 import json
 import math
@@ -22,10 +23,11 @@ from records import (
 
 from compare.evidence import record as record_module
 from compare.evidence.reading import TimedSummary, contradictions
-from compare.evidence.record import Record, read_comparison
+from compare.evidence.record import Record, read_comparison, record_to_write
 from compare.plan.plan import Outcome, Plan, Run
 from compare.plan.plan_file import plan_record
 from compare.running.comparison import record_plan, record_run
+from recipe.errors import UserError
 from recipe.record.schema import Input, Phases, Settings
 
 STEPS, EPOCHS = 72, 6
@@ -305,6 +307,29 @@ def test_a_run_whose_metrics_are_damaged_is_unreadable_and_not_made_again(
     assert again.problem == "" and again.complete == []
     assert re.search(message, again.failure(run.folder).output)
     assert run not in again.missing(plan.runs())
+
+
+def test_a_full_disk_loses_no_run(tmp_path, monkeypatch):
+    """Its folder stays where it is, and after the torn line is removed it is not "unreadable"."""
+    plan, folder = a_plan(blocks=1), tmp_path / "compare-1"
+    record = Record(folder)
+    folder.mkdir()
+    record_plan(plan_record(plan, "2026-11-21T12:00:00+00:00"), record)
+    run = plan.runs()[0]
+    made, before = make_run(folder, run), record.path.read_bytes()
+
+    def fail(_: int) -> None:
+        with record.path.open("r+b") as file:
+            file.truncate(len(before) + 50)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("compare.evidence.record.os.fsync", fail)
+    with pytest.raises(UserError, match="cannot be written"):
+        record_run(run, Outcome("completed"), record)
+    monkeypatch.undo()
+    again = record_to_write(folder)
+    assert made.exists() and record.path.read_bytes() == before
+    assert run in again.missing(plan.runs())
 
 
 def test_a_run_in_the_wrong_place_is_refused(tmp_path):

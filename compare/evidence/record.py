@@ -102,6 +102,10 @@ class ChangedAboveError(UserError):
     """A line does not follow from the lines above it."""
 
 
+class NotWrittenError(UserError):
+    """A good line could not be written; what it says must be recorded by another attempt."""
+
+
 AnyLine = PlanLine | BlockLine | RunLine | FailureLine
 
 
@@ -150,13 +154,13 @@ class Record:
 
     def append(self, line: AnyLine) -> None:
         """Add a line, in memory and in the file. UserError, and nothing is written, if the line
-        contradicts the plan, what stands above it, or itself."""
+        contradicts the plan, what stands above it, or itself; NotWrittenError if the disk fails."""
         line = replace(line, above=self.head)
         self._take(line)
         text = json.dumps(msgspec.to_builtins(line, enc_hook=float)).encode() + b"\n"
         is_new = not self.path.exists()
         remedy = "When there is room, the same command goes on where it stopped"
-        with system_errors(self.path, "cannot be written", remedy):
+        with system_errors(self.path, "cannot be written", remedy, NotWrittenError):
             with self.path.open("ab") as file:
                 file.write(text)
                 file.flush()

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from compare.evidence.group import Group
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.reading import read_record
-from compare.evidence.record import FILE, FailureLine, PlanLine, Record, RunLine
+from compare.evidence.record import FILE, FailureLine, NotWrittenError, PlanLine, Record, RunLine
 from compare.evidence.runs import read_run_folder
 from compare.evidence.stopping import estimates_of, is_enough, next_groups, reason_to_end
 from compare.evidence.words import count, percent_text, place_text, ratio_text
@@ -257,12 +257,14 @@ def record_run(run: Run, outcome: Outcome, record: Record) -> tuple[Outcome, Pat
                 )
             )
             return outcome, folder
+        except NotWrittenError:
+            raise
         except UserError as error:
             outcome, output = replace_outcome(outcome, status="unreadable"), str(error)
     aside = failed_folder(folder)
     output = output or shown_tail(folder, kept=aside)
-    folder.rename(aside)
     record.append(failure_line(record, run.folder, run.block, outcome, aside, output))
+    folder.rename(aside)
     return outcome, aside
 
 
