@@ -83,6 +83,11 @@ class Block:
         turns = [t for t in self.of("speed") if t.side == side and t.round in self.quiet_rounds]
         return sorted(turns, key=lambda turn: turn.round)
 
+    @cached_property
+    def counted_seconds(self) -> float:
+        """The seconds of the turns that count."""
+        return math.fsum(turn.seconds for side in self.order for turn in self.counted(side))
+
     def phases(self, side: str) -> dict[str, float]:
         """Return the seconds of one side's mean step by phase, over the rounds that count. Exposed
         communication is included if turns without exchange were measured. The step time is the one

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from compare.evidence.equality import Fact
+from compare.evidence.group import Group
 from compare.evidence.paired import Estimate
 from compare.plan.environment import ROOT
 from recipe.errors import CONTROL
@@ -70,6 +71,20 @@ def percent_text(share: float) -> str:
     """Print a share as a percentage with two digits: 0.03 is 3 %."""
     percent = 100 * share
     return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"
+
+
+def counted_text(groups: Sequence[Group]) -> str:
+    """Say how much of the time was turns that count; "" for whole runs, and where a record has no
+    times of its blocks."""
+    counted = sum(block.counted_seconds for group in groups for block in group.turns)
+    of_blocks = sum(group.seconds + group.disturbed_seconds for group in groups)
+    of_runs = sum(run.seconds for group in groups for run in group.complete)
+    if not counted or not of_blocks:
+        return ""
+    text = f"Turns that count: {counted:.0f} s, {percent_text(counted / of_blocks)} of the blocks"
+    if of_runs:
+        text += f", {percent_text(counted / (of_blocks + of_runs))} of blocks and full runs"
+    return f"{text}."
 
 
 def shortest_unique_names(folders: Sequence[Path]) -> list[str]:

@@ -282,6 +282,7 @@ def report_value(report: Report) -> dict[str, Any]:
         "equal_weights": report.equal_weights,
         "ours": report.ours,
         "correction": report.correction,
+        "counted": report.counted,
         "notices": dict(report.notices),
         "limits": report.limits,
         "reproduce": report.reproduce,

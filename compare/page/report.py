@@ -21,6 +21,7 @@ from compare.evidence.runs import RunRecord
 from compare.evidence.verdicts import interaction, judge
 from compare.evidence.words import (
     count,
+    counted_text,
     percent_text,
     place_text,
     short,
@@ -78,6 +79,7 @@ class Report:
             if (found := interaction(record, group, self.verdicts)) is not None
         }
         self.correction = correction_text(record, self.verdicts)
+        self.counted = counted_text(record.groups)
         self.speed = speed_rows(record)
         self.trainings = training_rows(record)
         self.phases = phase_rows(record)

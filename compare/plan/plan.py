@@ -384,15 +384,18 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Literal["turns", "runs"],
         flag(
             "how to measure speed. turns (the default): start all configurations and let them take "
-            "turns of half a second, which is much more exact on a noisy machine. runs: make whole "
-            "runs, one after the other",
+            "turns of half a second or three steps, which is much more exact on a noisy machine. "
+            "runs: make whole runs, one after the other",
             "HOW",
             identifies=True,
         ),
     ] = "turns"
     steps: Annotated[
         Count | None,
-        flag("optimizer steps per turn (default: as many as take half a second)", identifies=True),
+        flag(
+            "optimizer steps per turn (default: as many as take half a second, but at least 3)",
+            identifies=True,
+        ),
     ] = None
     rounds: Annotated[
         Whole, flag("turns per side and block (default: 8)", identifies=True, name="turns")

@@ -19,7 +19,7 @@ from compare.evidence.reading import read_record
 from compare.evidence.record import FILE, FailureLine, NotWrittenError, PlanLine, Record, RunLine
 from compare.evidence.runs import read_run_folder
 from compare.evidence.stopping import estimates_of, is_enough, next_groups, reason_to_end
-from compare.evidence.words import count, percent_text, place_text, ratio_text
+from compare.evidence.words import count, counted_text, percent_text, place_text, ratio_text
 from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
 from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, sources_sha256
 from compare.running.launch import (
@@ -209,6 +209,8 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
         f"{duration(sum(group.disturbed_seconds for group in groups))} in which other processes "
         "used the cores"
     )
+    if counted := counted_text(groups):
+        text += f"\n{counted}"
     if plan.blocks is None and not is_enough(estimates_of(groups), plan):
         widest = max(ratio.relative_half_width for ratio in estimates_of(groups))
         text += (

@@ -1,7 +1,7 @@
 """The scheduler of turns: two or more sides, freshly started, take turns on the same machines.
 
 Shared machines drift by tens of percent within minutes, and the goal is half a percent. So all
-sides of a comparison are up at once, but only one runs: while it makes a turn of half a second, all
+sides of a comparison are up at once, but only one runs: while it makes a turn of some steps, all
 processes of the other sides are paused (SIGSTOP). A slow minute then affects all sides alike. A
 turn in which other processes kept cores busy is repeated once the machine is quiet: two ranks that
 wait for each other suffer more from such load than two that do not.
@@ -85,10 +85,11 @@ HINTS_BY_OUTPUT = {
     "No module named 'compare'": f" (its Python does not find {ROOT}: add it to PYTHONPATH there)",
     "'compare' is not a package": " (it has its own module compare.py: rename that)",
 }
-# The target length of a turn without its lead-in, where the plan does not fix its steps. Turns of 2
-# steps are as noisy as turns of 6 (a ratio of two varies by 9 %; three blocks of each, on two
-# shared cores): the more often sides change, the more evenly disturbances hit them.
+# The target length of a turn without its lead-in, where the plan does not fix its steps: the more
+# often sides change, the more evenly disturbances hit them. On a slow machine a turn takes longer:
+# its lead-in, which does not count, is at most a quarter of it.
 TURN_SECONDS = 0.5
+MIN_STEPS = 3 * LEAD_IN_STEPS
 TRIAL_STEPS = 2  # of the trial turns, from which the steps of a turn are found
 PATIENCE = 2.0  # seconds to wait after a disturbed turn for other processes to go idle
 ABLATION_EVERY = 3  # rounds: after each of so many, a round without the exchange of gradients
@@ -253,7 +254,8 @@ class Scheduler(Launches):
                     self.send(side, State.PAUSED)
 
     def find_steps(self, sides: Sequence[Run]) -> list[Turn]:
-        """Set the steps of a turn so that it lasts TURN_SECONDS, from the pace of trial turns.
+        """Set the steps of a turn: as many as last TURN_SECONDS at the pace of trial turns, but at
+        least MIN_STEPS.
 
         A trial is also a side's first turn with the cores to itself. All sides get the same number
         of steps, or they would not do the same work. Not so where cases share a launch: a step of
@@ -263,7 +265,9 @@ class Scheduler(Launches):
         paces = {side.side: self.pace(side) for side in sides}
         if not self.plan.shares_launch:
             paces = dict.fromkeys(paces, median(paces.values()))
-        self.steps = {name: max(1, round(TURN_SECONDS / pace)) for name, pace in paces.items()}
+        self.steps = {
+            name: max(MIN_STEPS, round(TURN_SECONDS / pace)) for name, pace in paces.items()
+        }
         return trials
 
     def steps_of(self, side: Run) -> int:
