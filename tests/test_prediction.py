@@ -17,13 +17,17 @@ from records import a_summary, an_environment, edit
 from test_compare_page import browser, opened  # noqa: F401
 
 from compare import predict
+from compare.evidence.record import read_comparison
 from compare.evidence.turns import Block, Turn
+from compare.page.allreduce import figures_of
 from compare.prediction.inputs import MIB, Inputs, by_turns, read_inputs, read_run, read_runs
 from compare.prediction.model import (
     AS_TOLD,
     BETWEEN,
+    CAST,
     GBIT,
     ISLANDS,
+    ON_CPUS,
     Cluster,
     Link,
     Network,
@@ -376,6 +380,19 @@ def test_the_docs_tell_the_errors_of_the_recorded_check_by_turns(
         f"over eight held-out points the median error is {found[1]} % and the largest {found[2]} "
         f"%; seven are inside their interval (`{folder}`)"
     ) in page
+
+
+def test_the_links_of_cpus_are_those_of_the_recorded_allreduce() -> None:
+    record = read_comparison(ROOT / "results/epyc-2-cores/2026-11-28-allreduce")
+    seconds = {(one.backend, one.message, one.wire): one.seconds for one in figures_of(record)}
+    largest = 64 * MIB
+    for transport, backend in {"gloo": "torch.distributed", "mpi": "mpi4py"}.items():
+        link = ON_CPUS[transport]
+        assert link.latency_seconds == pytest.approx(seconds[backend, "4 KiB", "fp32"] / 2, 0.02)
+        per_byte = seconds[backend, "64 MiB", "fp32"] / largest
+        assert link.cpu_seconds_per_byte == pytest.approx(per_byte, 0.02)
+    full, half = (seconds["torch.distributed", "64 MiB", wire] for wire in ("fp32", "fp16"))
+    assert pytest.approx((half - full / 2) / largest, 0.02) == CAST
 
 
 def test_an_unfinished_comparison_checks_nothing(

@@ -56,16 +56,18 @@ class Cluster:
         return self.hosts * self.workers_per_host
 
 
-# Measured on a host of two cores, with compare/collectives.py on 21 November 2026: Gloo through the
-# loopback device, MPI through shared memory. The processors move these bytes themselves, so the
-# only limit is their speed.
+# From results/epyc-2-cores/2026-11-28-allreduce: torch.distributed over Gloo (through the loopback
+# device) and mpi4py (through shared memory). Two workers need two rounds, in which each sends all
+# bytes once: so the latency is half of the time of 4 KiB, and the CPU time of a byte is that of
+# 64 MiB. The processors move these bytes themselves, so the only limit is their speed.
 ON_CPUS = {
-    "gloo": Link(0.4e-3, cpu_seconds_per_byte=1.3e-9),
-    "mpi": Link(5e-6, cpu_seconds_per_byte=0.7e-9),
+    "gloo": Link(0.58e-3, cpu_seconds_per_byte=0.64e-9),
+    "mpi": Link(3.7e-6, cpu_seconds_per_byte=0.41e-9),
 }
-# From the same measurement: the time of 256 MiB on the fp16 wire beyond half of their time in fp32,
-# which is the same with torch's Gloo and Horovod's MPI. The figure of a copy is an assumption.
-COPY, CAST = 0.2e-9, 1.0e-9
+# From the same record, by torch.distributed over Gloo: the time of 64 MiB on the fp16 wire beyond
+# half of their time in fp32. (Over MPI it is shorter, with Horovod over Gloo longer.) The figure of
+# a copy is an assumption.
+COPY, CAST = 0.2e-9, 0.42e-9
 TCP, RDMA = 1448 / 1538, 4096 / 4166  # the payload's share of full packets of 1,500 and 4,096 bytes
 TCP_1G = 55e-6  # half of a round trip of 110 us, serverfault.com question 791539
 TCP_10G = 48e-6  # half of one of 96 us between EC2 instances, blogs.scalablelogic.com 2014-01
