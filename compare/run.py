@@ -45,7 +45,16 @@ from compare.plan.environment import (
     path_from_here,
     shell_lines,
 )
-from compare.plan.plan import FIELDS, KEYS, Plan, Words, meta_of, percentage, trainer_config
+from compare.plan.plan import (
+    FIELDS,
+    KEYS,
+    Plan,
+    Words,
+    block_place,
+    meta_of,
+    percentage,
+    trainer_config,
+)
 from compare.plan.plan_file import (
     FIELD_OF,
     check_plan,
@@ -61,7 +70,6 @@ from compare.plan.plan_file import (
 from compare.running import checks
 from compare.running.checks import check_tools, missing_for
 from compare.running.comparison import (
-    block_folder,
     check_same_plan,
     is_finished,
     make_missing,
@@ -112,7 +120,8 @@ PROCEDURE = [
      "exists is continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
      "this plan unfinished)")], None),
     ("new", Annotated[bool, arg(help="start afresh, even if this plan is unfinished")], False),
-    ("dry_run", Annotated[bool, arg(help="print the commands, and nothing else")], False),
+    ("dry_run", Annotated[bool, arg(help="print the commands and the peak learning rates, and "
+     "nothing else")], False),
 ]  # fmt: skip
 
 
@@ -315,11 +324,26 @@ def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
     if plan.measure == "turns" and plan.pairs():
         lines.append("# then, in each block of turns, these at once:")
         lines += [
-            f"#   {shlex.join(run.command(block_folder(folder, case, workers, 1)))}"
+            f"#   {shlex.join(run.command(folder / block_place(case, workers, 1)))}"
             for case, workers in plan.groups()
             for run in plan.in_order(1, case, workers)
         ]
-    return [*shell_lines(), *lines]
+    return [*shell_lines(), *peak_rates(plan), *lines]
+
+
+def peak_rates(plan: Plan) -> list[str]:
+    """Return shell comments that tell how many images each training's step has, and its peak
+    learning rate. A user's own scripts keep that to themselves."""
+    trainings = dict[str, list[str]]()
+    for run in plan.block(1) if not plan.side else ():
+        config, engine = run.config, run.configuration.trained_by
+        batches = config.batches_per_allreduce * (1 if engine.has_one_replica else run.workers)
+        rate = f"{config.base_lr * batches:.4g}"
+        if config.use_adasum:
+            rate = "as docs/recipe.md says of --use-adasum"
+        text = f"{config.batch_size * batches:,} images a step, peak learning rate {rate}"
+        trainings.setdefault(text, []).append(run.cell)
+    return [f"# {', '.join(cells)}: {text}" for text, cells in trainings.items()]
 
 
 def warm_up(plan: Plan, folder: Path) -> bool:

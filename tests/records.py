@@ -19,7 +19,7 @@ from compare.evidence.turns import Block, Turn
 from compare.evidence.verdicts import Verdict, judge
 from compare.page.labels import labels_of
 from compare.plan.configurations import CONFIGURATIONS, Configuration
-from compare.plan.plan import Case, OwnConfiguration, Plan, Run, Share, Words, turns_place
+from compare.plan.plan import Case, OwnConfiguration, Plan, Run, Share, Words, block_place
 from recipe.record.schema import Environment, Summary
 
 
@@ -225,7 +225,7 @@ def part_of(lines: Sequence[dict[str, Any]], name: Path) -> dict[str, Any]:
             return line[key]
         if line["line"] == "block":
             number = line["block"]["number"]
-            place = turns_place(line["case"], line["workers"]) / f"block-{number}"
+            place = block_place(line["case"], line["workers"], number)
             if key == "block" and name.parent == place:
                 return line["block"]
             if name.parent.parent == place:

@@ -46,6 +46,7 @@ from compare.plan.plan_file import (
     plan_of_record,
     plan_record,
     plan_table,
+    read_plan_file,
 )
 from compare.run import main, make_plan, parse_options
 from recipe.errors import UserError
@@ -563,6 +564,18 @@ def test_a_recorded_plan_reads_back_with_its_runs(path: Path, tmp_path: Path) ->
     for file in (path, copy):
         again = make_plan(parse_options([str(file)], ""))
         assert again == Plan(**asked | {"plan_file": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [(-9, "line 14 is cut off or damaged; .*: head -n 13 "), (99, "line 1 is .*; give another ")],
+)
+def test_a_cut_off_record_tells_which_lines_hold_a_plan(tmp_path, kept, told):
+    whole = ROOT / "results/xeon-amx-2-cores/2026-11-25-stock-1/record.jsonl"
+    path = tmp_path / "record.jsonl"
+    path.write_text(whole.read_text()[:kept])
+    with pytest.raises(UserError, match=f"record.jsonl: {told}"):
+        read_plan_file(str(path))
 
 
 @pytest.mark.parametrize(

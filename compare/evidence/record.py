@@ -38,7 +38,7 @@ from compare.evidence.runs import (
 from compare.evidence.stopping import unfinished
 from compare.evidence.turns import Block
 from compare.plan.configurations import PEERS, Configuration
-from compare.plan.plan import Outcome, Run, turns_place
+from compare.plan.plan import Outcome, Run, block_place
 from compare.plan.plan_file import PlanRecord, explanation, plan_of_record
 from recipe.errors import UserError, system_errors
 from recipe.files import sync_folder
@@ -141,7 +141,9 @@ class Record:
                 record._take(record._decoded(text))
             except UserError as error:
                 if not record._plans:
-                    raise UserError(f"{record.where}: {error}") from None
+                    raise UserError(
+                        f"{record.where}: {error}; restore the file, or start anew with --new"
+                    ) from None
                 record.problem = f"{record.where}: {error}"
                 record.num_whole_lines = record._num_lines
                 if isinstance(error, ChangedAboveError):
@@ -194,7 +196,10 @@ class Record:
         """Return a line; UserError if it is none, or if something above it was changed."""
         if not text.endswith(b"\n"):
             raise UserError("is incomplete: the file was cut off there")
-        table = decode(text.decode(errors="replace"), "it")
+        try:
+            table = decode(text.decode(errors="replace"), "it")
+        except UserError:
+            raise UserError("is not a JSON object: the file was damaged there") from None
         if table.get("above") != self.head:
             changed = f"line {self._num_lines} was changed, or a line is missing above it"
             raise ChangedAboveError(f"does not follow from what stands above: {changed}")
@@ -234,7 +239,7 @@ class Record:
             if name not in line.sides:
                 raise UserError(f"side {name} is missing")
             of_side = line.sides[name]
-            folder = turns_place(*place) / f"block-{block.number}" / name
+            folder = block_place(*place, block.number) / name
             side = RunRecord(
                 **{**place_of(run, self.folder), "folder": self.folder / folder},
                 command=of_side.command,

@@ -682,9 +682,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 SIDE_RUN = Path("0", "run")  # the run folder of a side of turns, within the side's folder
 
 
-def turns_place(case: str, workers: int) -> Path:
-    """Return the folder of one group's blocks of turns, relative to the comparison's folder."""
-    return Path("turns", case, f"{workers}-workers" if workers else "")
+def block_place(case: str, workers: int, number: int) -> Path:
+    """Return the folder of a block of turns, relative to the comparison's folder."""
+    return Path("turns", case, f"{workers}-workers" if workers else "", f"block-{number}")
 
 
 FIELDS = msgspec.structs.fields(Plan)

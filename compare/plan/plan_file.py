@@ -61,9 +61,15 @@ OF_GLOBAL_BATCH = {
 }
 # Fields that cannot be combined with a user's own scripts.
 OF_TRAINERS = (
-    "configuration", "workers", "network_interface", "global_batch_size",
-    "trainer_arguments", "measure", "full_runs", "no_phases",
-)  # fmt: skip
+    "configuration",
+    "workers",
+    "network_interface",
+    "global_batch_size",
+    "trainer_arguments",
+    "measure",
+    "full_runs",
+    "no_phases",
+)
 FIELD_OF = {field.name: field for field in FIELDS}
 OF_A_RULE = ("until_interval", "minutes")
 # Fields that a plan to be repeated always gives, even with their default values.
@@ -109,12 +115,8 @@ def read_plan_file(name: str) -> dict[str, Any]:
         text = path.read_text()
         if path.suffix == ".json":
             table = plan_table(msgspec.convert(json.loads(text), dict[str, Any]))
-        elif path.suffix == ".jsonl":  # a comparison's record: its last plan
-            lines = msgspec.convert([*map(json.loads, text.splitlines())], list[dict[str, Any]])
-            plans = [line["plan"] for line in lines if line.get("line") == "plan"]
-            if not plans:
-                raise UserError("holds no plan; give a comparison's record.jsonl")
-            table = plan_table(plans[-1])
+        elif path.suffix == ".jsonl":
+            table = plan_table(last_plan(text))
         else:
             table = tomllib.loads(text)
         take_hostfile(table)
@@ -126,6 +128,28 @@ def read_plan_file(name: str) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from None
     shown = path.relative_to(ROOT) if path.parent == PLANS else path
     return {**table, "plan_file": str(shown)}
+
+
+def last_plan(text: str) -> Any:
+    """Return the last plan in the text of a comparison's record. UserError if a line is damaged, as
+    the last one is after a crash."""
+    plans = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            entry = msgspec.convert(json.loads(line), dict[str, Any])
+        except (ValueError, RecursionError):
+            remedy = "give another record.jsonl"
+            if plans:
+                remedy = (
+                    "to repeat the plan above it, give a copy of the lines above it: "
+                    f"head -n {number - 1} record.jsonl > copy.jsonl"
+                )
+            raise UserError(f"line {number} is cut off or damaged; {remedy}") from None
+        if entry.get("line") == "plan":
+            plans.append(entry["plan"])
+    if not plans:
+        raise UserError("holds no plan; give a comparison's record.jsonl")
+    return plans[-1]
 
 
 def take_hostfile(table: dict[str, Any]) -> None:

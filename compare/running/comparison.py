@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from compare.evidence.group import Group
 from compare.evidence.paired import MIN_BLOCKS
-from compare.evidence.reading import read_record
+from compare.evidence.reading import TimedSummary, read_record
 from compare.evidence.record import FILE, FailureLine, NotWrittenError, PlanLine, Record, RunLine
 from compare.evidence.runs import read_run_folder
 from compare.evidence.stopping import estimates_of, is_enough, next_groups, reason_to_end
 from compare.evidence.words import count, counted_text, percent_text, place_text, ratio_text
-from compare.plan.plan import Outcome, Plan, Run, percentage, turns_place
+from compare.plan.plan import Outcome, Plan, Run, block_place, percentage
 from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, sources_sha256
 from compare.running.launch import (
     TAIL_INDENT,
@@ -35,7 +35,7 @@ from compare.running.launch import (
 )
 from compare.running.scheduler import MeasurementError, run_blocks
 from recipe.errors import UserError
-from recipe.record.schema import Summary, rate_text
+from recipe.record.schema import rate_text
 
 REACH_QUESTION = (
     "do its workers reach each other? `python compare/doctor.py --hosts ...` tests the networks"
@@ -142,17 +142,13 @@ def is_finished(plan: Plan, record: Record) -> bool:
     return not record.missing(plan.runs()) and bool(reason_to_end(plan, record.groups))
 
 
-def block_folder(folder: Path, case: str, workers: int, number: int) -> Path:
-    return folder / turns_place(case, workers) / f"block-{number}"
-
-
 def measure_block(plan: Plan, record: Record) -> None:
     """Measure the next block of turns, of all cases that share its launch; raises MeasurementError
     if a side fails."""
     groups = next_groups(plan, record.groups)
     first, left = groups[0], time_left(plan, record.groups)
     number = first.num_blocks + 1
-    place = block_folder(record.folder, *first.place, number)
+    place = record.folder / block_place(*first.place, number)
     aside = failed_folder(place)  # where the scheduler puts a block that fails
     label, ratios = f"block {number}", list[str]()
     if not plan.shares_launch:
@@ -283,9 +279,8 @@ def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: flo
     if outcome.leftover_processes:
         ending += f"   killed leftover processes: {outcome.leftover_processes}"
     if outcome.status == "completed":
-        speed = read_record(folder / "summary.json", Summary).images_per_second
-        shown = f"   {rate_text(speed):>9} images/s" if speed is not None else ""
-        print_line(f"{label}{shown}   {ending:>6}")
+        speed = read_record(folder / "summary.json", TimedSummary).images_per_second
+        print_line(f"{label}   {rate_text(speed):>9} images/s   {ending:>6}")
         return
     reason = f"exit code {outcome.exit_code}{'' if outcome.exit_code else ', but no summary.json'}"
     step = (last_step(folder / "metrics.jsonl") or {"step": 0})["step"]
