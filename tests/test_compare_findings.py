@@ -192,7 +192,7 @@ def test_a_report_says_what_is_this_projects_own(tmp_path, names, device, flags,
     report = Report(anew(comparison))
     assert {text for text in OWN if text in report.ours} == said
     for written in (as_text([report]), as_markdown([report]), as_page([report])):
-        assert ("Not engine defaults: " in written) is bool(said)
+        assert ("Not stock: " in written) is bool(said)
     assert sorted(comparison.square.values()) == (sorted(names) if names == CORNERS else [])
 
 

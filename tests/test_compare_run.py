@@ -92,6 +92,7 @@ launchers.START_COMMANDS = dict.fromkeys(launchers.START_COMMANDS, made_up)
 checks.has_horovod = lambda: "--without-horovod" not in sys.argv  # a flag of the made-up trainer
 run.take_default_plan = lambda options: None
 run.check_tools = run.check_trainers = lambda plan: None  # nor are the made-up flags theirs
+run.peak_rates = lambda plan: []
 run.checks.find_warnings = lambda plan, folder: (
     ["other load: a compiler"] if "--loaded" in sys.argv else []
 )
@@ -109,7 +110,7 @@ REPLACED = [
     (launchers, "START_COMMANDS"),
     (checks, "has_horovod"),
     (launch, "GRACE_SECONDS"),
-    *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers")),
+    *((run, name) for name in ("take_default_plan", "check_tools", "check_trainers", "peak_rates")),
     (plan_file, "trainers_sha256"),
     (comparison, "sources_sha256"),
     (checks, "find_warnings"),

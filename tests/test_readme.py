@@ -18,6 +18,7 @@ from making import a_world
 from needs import tracked_files
 from torch.distributed.run import get_args_parser
 
+from compare import run
 from recipe.settings.config import Config, parse_args
 from recipe.settings.presets import PRESETS, preset
 
@@ -121,6 +122,10 @@ def test_every_flag_exists() -> None:
         "--nodes",
         "--ntasks-per-node",
         "--gpus-per-node",
+        "--exclusive",
+        "--kill-on-bad-exit",
+        "--cpu-bind",
+        "--gpu-bind",
         "--fp16-allreduce",
         "--no-build-isolation",
         "--shm-size",
@@ -251,7 +256,14 @@ def test_what_replaces_the_flags_of_other_scripts_is_parsed(line: str) -> None:
 def test_the_start_lines_train_at_the_rate_that_is_said() -> None:
     (flags,) = re.findall(r'^FLAGS="(.*)"', README, re.MULTILINE)
     config = parse_args("ddp", a_world(size=16), flags.split())
-    assert f"here {config.base_lr * 16:g}." in README
+    peak = f"{config.base_lr * 16:g}"
+    assert f"here {peak}." in README
+    [command] = re.findall(r"`python (compare/run.py --dry-run .*) \$FLAGS`", README)
+    with redirect_stdout(io.StringIO()) as shown:
+        assert run.answer([*command.split()[1:], *flags.split()]) == 0
+    assert (
+        f"# ddp-torchrun-16: 4,096 images a step, peak learning rate {peak}\n" in shown.getvalue()
+    )
 
 
 def test_the_table_of_presets_has_all_with_their_epochs() -> None:

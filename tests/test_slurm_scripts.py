@@ -43,6 +43,15 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     assert 'if [ -n "${MIN_NODES:-}" ]; then ending=(--kill-on-bad-exit=0 --no-kill)' in torchrun
 
 
+def test_srun_without_a_script_starts_ranks_as_the_scripts_do() -> None:
+    script = (ROOT / "slurm/ddp_srun.sbatch").read_text()
+    [of_script] = re.findall(r"^train srun ((?:.*\\\n)*)", script, re.MULTILINE)
+    [of_readme] = re.findall(r"^srun ((?:.*\\\n)*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    [of_horovod] = re.findall(r"`.* srun (--mpi.*?)`", (ROOT / "docs/launching.md").read_text())
+    for line in (of_readme, of_horovod):
+        assert {"--exclusive", *of_script.split()} - {"\\"} <= {*line.split()}
+
+
 def test_the_tasks_of_mpi_wait_for_each_other() -> None:
     """tests/cluster/test_slurm.py shows that they do so with this setting only."""
     before, _, _ = (ROOT / "slurm/horovod_srun.sbatch").read_text().partition("\ntrain srun")

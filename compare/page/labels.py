@@ -4,7 +4,7 @@ from compare.evidence.record import Record
 from compare.plan.blocks import DELAY
 from compare.plan.configurations import ENGINES
 
-# Settings that undo this project's own, so that an engine runs as users install it.
+# Settings that undo this project's own: with them an engine is stock (docs/README.md, Words).
 STOCK = {
     "--no-gradient-as-bucket-view", "--no-sleeping-poll", "OMPI_MCA_mpi_yield_when_idle=0",
 }  # fmt: skip

@@ -44,7 +44,7 @@ ENVIRONMENT = [
         "command", "started_utc",
     )
 ]  # fmt: skip
-# The flags and the variable by which a record shows whether an engine runs as users install it.
+# The flags and the variable by which a record shows whether an engine is stock.
 # Earlier records do not have SLEEP.
 VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"
 # The last two are of earlier records: a file of settings, each of which they give as well.
@@ -193,7 +193,7 @@ class Report:
             ),
         ]
         ours = "; ".join(text for applies, text in settings if applies)
-        return ours and f"Not engine defaults: {ours}. The plan stock measures their effect."
+        return ours and f"Not stock: {ours}. The plan stock measures their effect."
 
     @property
     def provenance(self) -> str:
@@ -365,7 +365,10 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
                 f"{folder}: other processes kept {run.other_load:.1f} of {cores} busy"
             )
     if record.problem:
-        found[MISSING].append(f"unreadable: {record.problem}")
+        found[MISSING].append(
+            f"unreadable: {record.problem}; restore the file, or give the same command of run.py "
+            "again, which says how to go on"
+        )
     found[WARNINGS] += [
         f"turns, {place_text(*group.place)}, block {block.number}: other processes kept up to "
         f"{block.other_load:.2f} cores busy in the rounds that count"
