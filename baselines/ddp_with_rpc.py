@@ -79,9 +79,14 @@ class TrunkTrainer(Rung):
 
     name, servers, has_remote_calls, is_for_cpu = "ddp_with_rpc", 1, True, True
     lacks = (
-        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema",
-        "batches_per_allreduce", "compile",
-    )  # fmt: skip
+        "optimizer",
+        "precision",
+        "loss_scale",
+        "clip_grad_norm",
+        "model_ema",
+        "batches_per_allreduce",
+        "compile",
+    )
 
     def distribute(self) -> None:
         """Send the last layer to the server; DDP trains the other layers."""

@@ -56,8 +56,13 @@ class Sharded(Rung):
     name = "fsdp"
     # Each of these would need extra code for sharded weights; and no two ranks hold the same ones.
     lacks = (
-        "model_ema", "precision fp16", "loss_scale", "optimizer", "compile", "weight_check_steps",
-    )  # fmt: skip
+        "model_ema",
+        "precision fp16",
+        "loss_scale",
+        "optimizer",
+        "compile",
+        "weight_check_steps",
+    )
 
     def distribute(self) -> None:
         """Shard the network in place, and the momentum of a checkpoint."""

@@ -48,9 +48,13 @@ class LocalSGD(Rung):
     # Each rank would have a different moving average, and skip different steps; only SGD's state is
     # averaged; and the warm-up is counted in steps of the same size.
     lacks = (
-        "model_ema", "precision fp16", "loss_scale", "optimizer", "batch_size_warmup_epochs",
+        "model_ema",
+        "precision fp16",
+        "loss_scale",
+        "optimizer",
+        "batch_size_warmup_epochs",
         "weight_check_steps",  # weights are the same only just after they have been averaged
-    )  # fmt: skip
+    )
 
     def distribute(self) -> None:
         """Let DDP average gradients until the warm-up is over; from then on average weights."""

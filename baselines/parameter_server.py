@@ -121,9 +121,13 @@ class Trainer(Rung):
     name, transport, servers = "parameter_server", "TensorPipe", 1
     has_remote_calls = is_for_cpu = True
     lacks = (
-        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema",
+        "optimizer",
+        "precision",
+        "loss_scale",
+        "clip_grad_norm",
+        "model_ema",
         "weight_check_steps",  # trainers hold weights of different age
-    )  # fmt: skip
+    )
     version = 0  # of this trainer's weights
 
     def distribute(self) -> None:

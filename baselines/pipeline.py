@@ -51,10 +51,17 @@ class Pipeline(Rung):
 
     name = "pipeline"
     lacks = (
-        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "channels_last",
-        "compile", "first_crop_size", "batch_size_warmup_epochs",  # micro-batches have one shape
+        "optimizer",
+        "precision",
+        "loss_scale",
+        "clip_grad_norm",
+        "model_ema",
+        "channels_last",
+        "compile",
+        "first_crop_size",
+        "batch_size_warmup_epochs",  # micro-batches have one shape
         "weight_check_steps",  # each rank has its own
-    )  # fmt: skip
+    )
 
     def prepare(self) -> None:
         """Make each rank read all images, and start its clock."""

@@ -92,9 +92,14 @@ class Driver(Rung):
     name, transport, has_group = "rpc_pipeline", "TensorPipe", False
     has_remote_calls = is_for_cpu = True
     lacks = (
-        "optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema", "compile",
+        "optimizer",
+        "precision",
+        "loss_scale",
+        "clip_grad_norm",
+        "model_ema",
+        "compile",
         "weight_check_steps",  # each rank has different weights
-    )  # fmt: skip
+    )
 
     def prepare(self) -> None:
         """Let rank 0 train alone."""

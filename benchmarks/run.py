@@ -107,9 +107,13 @@ def measure_links(rates: tuple[float, ...], out: Path, words: list[str]) -> list
 
 
 main = partial(
-    run_tool, "benchmarks/run.py", bench, __doc__, errors=(UserError, namespaces.HostsError),
+    run_tool,
+    "benchmarks/run.py",
+    bench,
+    __doc__,
+    errors=(UserError, namespaces.HostsError),
     interrupted=RESUMES,
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -201,9 +201,12 @@ def measure_plan(plan: Plan, folder: Path, warnings: list[str]) -> bool:
 
 
 main = partial(
-    run_tool, SCRIPT, measure_or_show, __doc__,
+    run_tool,
+    SCRIPT,
+    measure_or_show,
+    __doc__,
     interrupted="interrupted: all processes were ended; --show FOLDER shows the blocks before",
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(main())

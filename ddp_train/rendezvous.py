@@ -40,8 +40,12 @@ BACKENDS = {
     "gloo": ("Gloo", "gloo"),
     "mpi": ("MPI", "mpi4py"),
 }
-MPI_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED",
-              "MPI_THREAD_MULTIPLE")  # fmt: skip
+MPI_LEVELS = (
+    "MPI_THREAD_SINGLE",
+    "MPI_THREAD_FUNNELED",
+    "MPI_THREAD_SERIALIZED",
+    "MPI_THREAD_MULTIPLE",
+)
 
 
 def rendezvous_arguments(

@@ -53,19 +53,18 @@ def choose_device(config: Config, world: World) -> torch.device:
         refuse(
             (
                 config.precision == "tf32",
-                "--precision tf32: is a GPU's number format, but this run "
-                "is on the CPU; use fp32 or bf16",
+                "--precision tf32: is a GPU's number format, but this run is on the CPU; use fp32 "
+                "or bf16",
             ),
             (
                 config.transport == "nccl",
-                "--transport nccl: carries gradients between GPUs, but "
-                "this run is on the CPU; use gloo or mpi",
+                "--transport nccl: carries gradients between GPUs, but this run is on the CPU; use "
+                "gloo or mpi",
             ),
             (
                 config.batch_norm == "sync" and config.compile,
-                "--batch-norm sync: cannot be "
-                "combined with --compile on the CPU, since it exchanges sums inside a compiled "
-                "block; leave --compile out",
+                "--batch-norm sync: cannot be combined with --compile on the CPU, since it "
+                "exchanges sums inside a compiled block; leave --compile out",
             ),
         )
         keep_freed_memory()

@@ -68,12 +68,19 @@ LOST_PEER_SIGNS = (
 # For each system limit: a pattern of the errors that it causes (also inside a loader worker's
 # traceback), the limit, what it counts, and what a rank needs.
 LIMITS = (
-    ("Too many open files|ancdata", resource.RLIMIT_NOFILE,
-     "open files in a process (ulimit -n)", "50, plus 12 for each of its loader workers"),
-    (r"start new thread|(^|\[Errno 11\] )Resource temporarily unavailable|^unexpected EOF$",
-     resource.RLIMIT_NPROC,
-     "processes and threads of this user (ulimit -u)", "30, plus 6 for each of its loader workers"),
-)  # fmt: skip
+    (
+        "Too many open files|ancdata",
+        resource.RLIMIT_NOFILE,
+        "open files in a process (ulimit -n)",
+        "50, plus 12 for each of its loader workers",
+    ),
+    (
+        r"start new thread|(^|\[Errno 11\] )Resource temporarily unavailable|^unexpected EOF$",
+        resource.RLIMIT_NPROC,
+        "processes and threads of this user (ulimit -u)",
+        "30, plus 6 for each of its loader workers",
+    ),
+)
 OF_MEMORY = (
     "out of memory|[Cc]an(not|'t) allocate memory|Unable to allocate|nsufficient memory|"
     "STATUS_ALLOC_FAILED"

@@ -24,9 +24,12 @@ from recipe.world import NVIDIA_DRIVER, World
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # bytes: sun_path, man 7 unix
 # Variables, or prefixes of them, by which Open MPI's mpirun passes on its user's choice of cores.
 CHOICES = (
-    "OMPI_MCA_hwloc_base_", "OMPI_MCA_orte_rankfile", "OMPI_MCA_rmaps_base_cpus_per",
-    "OMPI_MCA_rmaps_base_mapping", "OMPI_MCA_rmaps_rank_file",
-)  # fmt: skip
+    "OMPI_MCA_hwloc_base_",
+    "OMPI_MCA_orte_rankfile",
+    "OMPI_MCA_rmaps_base_cpus_per",
+    "OMPI_MCA_rmaps_base_mapping",
+    "OMPI_MCA_rmaps_rank_file",
+)
 
 
 def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:

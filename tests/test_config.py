@@ -107,6 +107,7 @@ def parsed(settings: dict[str, Any], engine: str, size: int) -> tuple[Config, Co
         (IMAGENET + "--preset dle-90 --precision bf16 --loss-scale=128", "loss_scale", 128.0),
         ("--no-cuda", "cuda", False),
         ("--fp16-allreduce", "wire_format", "fp16"),
+        ("--no-fp16-allreduce --wire-format fp16", "wire_format", "fp16"),
         ("--lr-scheduler steplr", "lr_scheduler", "step"),
         ("--lr-scheduler cosineannealinglr", "lr_scheduler", "cosine"),
         ("--wire-format auto", "wire_format", "auto"),

@@ -6,9 +6,11 @@ from typing import Any
 
 # Variables that make Gloo, NCCL and Open MPI use one network interface.
 INTERFACE_VARIABLES = (
-    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "OMPI_MCA_btl_tcp_if_include",
     "OMPI_MCA_oob_tcp_if_include",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,12 @@ def rung(name: str, **facts: Any) -> Engine:
 
 SCRIPT = "script"  # stands for engine and launcher of a user's own script: its command has both
 ENGINES = {
-    "ddp": Engine(
-        "ddp_train/train.py", "DDP", True, "ddp_train/torch_allreduce.py", ablates=True
-    ),
+    "ddp": Engine("ddp_train/train.py", "DDP", True, "ddp_train/torch_allreduce.py", ablates=True),
     "horovod": Engine(
-        "horovod_train/train.py", "Horovod", True, "horovod_train/horovod_allreduce.py",
+        "horovod_train/train.py",
+        "Horovod",
+        True,
+        "horovod_train/horovod_allreduce.py",
         ablates=True,
     ),
     "mpi4py": Engine(
@@ -54,7 +57,7 @@ ENGINES = {
     "rpc_pipeline": rung("rpc_pipeline", has_one_replica=True, is_one_worker=True),
     "ddp_with_rpc": rung("ddp_with_rpc", servers=1),
     SCRIPT: Engine("", SCRIPT),
-}  # fmt: skip
+}
 # The engines to compare, in the order of tables.
 PEERS = {name: engine.title for name, engine in ENGINES.items() if engine.is_peer}
 

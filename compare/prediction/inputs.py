@@ -25,8 +25,14 @@ from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine,
 MIB = 1 << 20
 # What the runs of one prediction share. Numbers of threads may differ, as those of workers do.
 ALIKE = (
-    "precision", "train_crop_size", "channels_last", "compile", "cpu_model", "device_name", "torch"
-)  # fmt: skip
+    "precision",
+    "train_crop_size",
+    "channels_last",
+    "compile",
+    "cpu_model",
+    "device_name",
+    "torch",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,8 +84,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # hosts that share a kernel s
 OPEN_FILES, CPU_INFO = Path("/proc/self/fd"), Path("/proc/cpuinfo")
 # The packages whose versions a script's record holds, if the script has loaded them.
 FRAMEWORKS = (
-    "torch", "torchvision", "horovod", "mpi4py", "tensorflow", "jax", "deepspeed", "lightning",
-)  # fmt: skip
+    "torch",
+    "torchvision",
+    "horovod",
+    "mpi4py",
+    "tensorflow",
+    "jax",
+    "deepspeed",
+    "lightning",
+)
 # Buffers of BatchNorm: each rank has its own, from its own batches.
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 Weights = Callable[[], Mapping[str, Any]]  # returns arrays or tensors by name

@@ -426,8 +426,11 @@ def check_images(
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "unpack": unpack, "sort-val": sort_val, "shards": make_shards, "check": check_images
-}  # fmt: skip
+    "unpack": unpack,
+    "sort-val": sort_val,
+    "shards": make_shards,
+    "check": check_images,
+}
 main = partial(
     run_tool,
     "python -m recipe.data.prepare",

@@ -76,9 +76,13 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
 
 
 main = partial(
-    run_tool, "python -m recipe.record.export", export, __doc__, exit_code=1,
+    run_tool,
+    "python -m recipe.record.export",
+    export,
+    __doc__,
+    exit_code=1,
     interrupted="interrupted: nothing was written",
-)  # fmt: skip
+)
 
 
 if __name__ == "__main__":

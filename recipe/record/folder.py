@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import ValidationError, convert
 
 from recipe.ancestors import nearest_launcher
-from recipe.errors import UserError, refuse, system_errors
+from recipe.errors import UserError, system_errors
 from recipe.ranks import Ranks
 from recipe.record.schema import METRICS
 from recipe.settings.config import Config
@@ -56,13 +56,11 @@ def _claim(config: Config, world: World, engine: str) -> Path:
     folder = Path(config.log_dir, config.name or default)
     checkpoints = folder / "checkpoints"
     has_weights = config.weights or config.pretrained or any(checkpoints.glob("step-*.pt"))
-    refuse(
-        (
-            config.evaluate and config.resume == "auto" and not has_weights,  # a random network
+    if config.evaluate and config.resume == "auto" and not has_weights:  # of a random network
+        raise UserError(
             f"--evaluate --resume auto: there is no checkpoint in {checkpoints}; check --name and "
-            "--log-dir",
+            "--log-dir"
         )
-    )
     if config.evaluate and (folder / "metrics.jsonl").exists():
         return folder
     with one_sentence(folder):

@@ -57,13 +57,13 @@ def read_flags(
     settings are wrong; SystemExit after --help, or for a value that the parser does not accept.
     """
     given = given_flags(argv)
+    base = _chosen_preset(given)
+    parsed, unknown = _parse_flags(base, argv, talk, program)
     for shorthand, name in (("opt_level", "precision"), ("fp16_allreduce", "wire_format")):
-        if shorthand in given and name in given:
+        if getattr(parsed, shorthand) and name in given:
             raise UserError(
                 f"{spelled(shorthand)}: stands for a value of {spelled(name)}; give one of the two"
             )
-    base = _chosen_preset(given)
-    parsed, unknown = _parse_flags(base, argv, talk, program)
     if unknown:
         _refuse_words(engine, world_size, argv, unknown, program)
     config = _resolve(parsed)
@@ -168,8 +168,11 @@ def _refuse_words(
 
 
 OPT_LEVELS: dict[str, Literal["fp32", "fp16", "O2", "O3"]] = {
-    "O0": "fp32", "O1": "fp16", "O2": "O2", "O3": "O3"
-}  # fmt: skip
+    "O0": "fp32",
+    "O1": "fp16",
+    "O2": "O2",
+    "O3": "O3",
+}
 SCHEDULES: dict[str, Literal["step", "cosine"]] = {"steplr": "step", "cosineannealinglr": "cosine"}
 
 
@@ -311,17 +314,13 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
     turns = (config.warmup_epochs, *config.lr_restart_epochs, config.epochs)
     first_size = config.first_crop_size
     begin, end = config.resize_epochs or (0, 0)
-    return [
-        *[
-            (
-                alpha and config.batch_size == 1,
-                f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
-            )
-            for flag, alpha in {
-                "--mixup-alpha": config.mixup_alpha,
-                "--cutmix-alpha": config.cutmix_alpha,
-            }.items()
-        ],
+    mixing = {"--mixup-alpha": config.mixup_alpha, "--cutmix-alpha": config.cutmix_alpha}
+    not_by_dali = {
+        "--auto-augment": config.auto_augment,
+        "--random-erase": config.random_erase,
+        "--first-crop-size": config.first_crop_size,
+    }
+    mistakes: Mistakes = [
         (
             warmup >= config.epochs,
             f"--batch-size-warmup-epochs {warmup}: the training would end before --batch-size is "
@@ -353,19 +352,15 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
             f"epochs between --warmup-epochs {config.warmup_epochs:g} and --epochs {config.epochs}",
         ),
-        *[
-            (
-                config.dali and value,
-                f"{flag}: cannot be combined with --dali, which crops, resizes to one size and "
-                "flips",
-            )
-            for flag, value in {
-                "--auto-augment": config.auto_augment,
-                "--random-erase": config.random_erase,
-                "--first-crop-size": config.first_crop_size,
-            }.items()
-        ],
     ]
+    for flag, alpha in mixing.items():
+        message = f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1"
+        mistakes.append((alpha and config.batch_size == 1, message))
+    for flag, value in not_by_dali.items():
+        what_it_does = "which crops, resizes to one size and flips"
+        message = f"{flag}: cannot be combined with --dali, {what_it_does}"
+        mistakes.append((config.dali and value, message))
+    return mistakes
 
 
 def _mistakes_of_the_precision(config: Config) -> Mistakes:
@@ -392,20 +387,19 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
     predivides = config.gradient_predivide_factor is not None
     groups = engine == "horovod" and config.num_groups is not None
     static = engine == "ddp" and config.static_graph
-    return [
-        *[
-            (
-                groups and is_given,
-                f"{flag}: cannot be combined with --num-groups: for groups Horovod only averages, "
-                "and divides after the sum, which overflows in fp16; leave one of the two out",
-            )
-            for flag, is_given in {
-                f"--wire-format {config.wire_format}": config.wire_format != "fp32",
-                "--gradient-predivide-factor": predivides,
-                "--use-adasum": config.use_adasum,
-                f"--precision {config.precision}": config.has_fp16_weights,
-            }.items()
-        ],
+    not_in_groups = {
+        f"--wire-format {config.wire_format}": config.wire_format != "fp32",
+        "--gradient-predivide-factor": predivides,
+        "--use-adasum": config.use_adasum,
+        f"--precision {config.precision}": config.has_fp16_weights,
+    }
+    not_with_adasum = {
+        f"--optimizer {config.optimizer}": config.optimizer != "sgd",
+        "--clip-grad-norm": config.clip_grad_norm is not None,
+        f"--precision {config.precision}": config.precision in ("fp16", "O2", "O3"),
+        f"--loss-scale {config.loss_scale}": config.scales_loss_by != 1,
+    }
+    mistakes: Mistakes = [
         (
             static and config.batches_per_allreduce > 1,
             "--static-graph: cannot be combined with --batches-per-allreduce: DDP must see an "
@@ -420,24 +414,21 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
             f"--use-adasum: needs a power-of-two number of workers, and there are {world_size}; "
             "start 2, 4 or 8, for example",
         ),
-        *[
-            (
-                config.use_adasum and is_given,
-                f"{flag}: cannot be combined with --use-adasum, which steps inside the backward "
-                "pass",
-            )
-            for flag, is_given in {
-                f"--optimizer {config.optimizer}": config.optimizer != "sgd",
-                "--clip-grad-norm": config.clip_grad_norm is not None,
-                f"--precision {config.precision}": config.precision in ("fp16", "O2", "O3"),
-                f"--loss-scale {config.loss_scale}": config.scales_loss_by != 1,
-            }.items()
-        ],
         (
             config.use_adasum and predivides,
             "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average",
         ),
     ]
+    for flag, is_given in not_in_groups.items():
+        message = (
+            f"{flag}: cannot be combined with --num-groups: for groups Horovod only averages, and "
+            "divides after the sum, which overflows in fp16; leave one of the two out"
+        )
+        mistakes.append((groups and is_given, message))
+    for flag, is_given in not_with_adasum.items():
+        message = f"{flag}: cannot be combined with --use-adasum, which steps in the backward pass"
+        mistakes.append((config.use_adasum and is_given, message))
+    return mistakes
 
 
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
