@@ -133,7 +133,7 @@ def read_plan_file(name: str) -> dict[str, Any]:
 def last_plan(text: str) -> Any:
     """Return the last plan in the text of a comparison's record. UserError if a line is damaged, as
     the last one is after a crash."""
-    plans = []
+    plans = list[Any]()
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             entry = msgspec.convert(json.loads(line), dict[str, Any])
