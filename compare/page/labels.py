@@ -6,8 +6,10 @@ from compare.plan.configurations import ENGINES
 
 # Settings that undo this project's own: with them an engine is stock (docs/README.md, Words).
 STOCK = {
-    "--no-gradient-as-bucket-view", "--no-sleeping-poll", "OMPI_MCA_mpi_yield_when_idle=0",
-}  # fmt: skip
+    "--no-gradient-as-bucket-view",
+    "--no-sleeping-poll",
+    "OMPI_MCA_mpi_yield_when_idle=0",
+}
 
 
 def labels_of(record: Record) -> dict[str, str]:
