@@ -149,7 +149,7 @@ def table_of(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         )
         for name, value in rows[0].items()
     ]
-    return Table(title, "", columns, rows)
+    return Table(title, "", columns, rows, keys=[*rows[0]].index("workers") + 1)
 
 
 def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:

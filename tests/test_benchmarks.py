@@ -103,8 +103,9 @@ def test_several_goals_are_corrected_as_several_verdicts_are() -> None:
 
 
 @pytest.fixture
-def measured(tmp_path: Path) -> Path:
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished comparison of whole runs at two workers, DDP 1.1 times as fast, with goals."""
+    monkeypatch.setenv("COLUMNS", "200")  # no table is cut into parts
     asked = {"ddp-torchrun:horovod-mpi": 1.05, "ddp-torchrun": 100.0}
     plan = a_plan(workers=(2,), goals=asked, question="How fast?")
     return make_comparison(tmp_path / "compare-1", plan)

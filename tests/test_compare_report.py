@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -17,10 +18,13 @@ from records import a_plan, drop_runs, edit, fail_run, lines_of, write_lines
 from test_compare_records import edit_fingerprint, make_comparison, make_square
 
 from compare import report
+from compare.evidence.goals import Goal
 from compare.evidence.paired import Estimate
 from compare.evidence.record import read_comparison
-from compare.evidence.rows import training_rows
-from compare.page.formats import as_page
+from compare.evidence.rows import speed_rows, training_rows
+from compare.page.chart import INK, Plot
+from compare.page.formats import as_page, wrapped
+from compare.page.headline import headline
 from compare.page.plots import draw_plots
 from compare.page.report import Report
 from compare.plan.configurations import Configuration
@@ -331,7 +335,13 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
     assert re.search(r"DDP / Horovod( +\d\.\d{3} \(\d\.\d{3}–\d\.\d{3}\)){3}", text)
     headline = text.splitlines()[-1]
     assert written([str(square)], capsys).splitlines()[-1] == headline
-    assert re.fullmatch(r"DDP over Gloo trained 1.\d+ .+ as Horovod over Gloo\.", headline)
+    figures = r"\d\.\d+ \(\d\.\d+ to \d\.\d+\) times as fast as"
+    assert re.fullmatch(
+        rf"Over Gloo DDP trained {figures} Horovod; over MPI DDP trained {figures} Horovod; "
+        rf"DDP over MPI trained {figures} DDP over Gloo; "
+        rf"Horovod over MPI trained {figures} Horovod over Gloo\.",
+        headline,
+    )
     assert are_in_order(page, headline, "Engine and transport", "What was equal")
     assert "Speed over the experiment" in page and "by turns" in page
     lines = csv_lines(square, capsys)
@@ -341,50 +351,164 @@ def test_what_is_measured_by_turns_stands_apart_from_whole_trainings(square, cap
     assert sum(line["counts"] == "0" for line in turns) == 6 * (2 + 1) * 4
 
 
-def test_top_1_over_time_leaves_out_whole_runs_that_others_disturbed(square):
-    def lines() -> list[str]:
-        plots = {plot.name: plot for plot in draw_plots(Report(read_comparison(square)))}
-        return [layer.key for layer in plots["time-to-accuracy"].layers if layer.kind == "line"]
+def plots_of(folder: Path) -> dict[str, Plot]:
+    return {plot.name: plot for plot in draw_plots(Report(read_comparison(folder)))}
 
-    assert len(lines()) == 4
+
+def test_disturbed_trainings_are_shown_and_marked(square, capsys):
+    def lines() -> list[str]:
+        layers = plots_of(square)["time-to-accuracy"].layers
+        return [layer.key for layer in layers if layer.kind == "line"]
+
+    names = ["DDP over Gloo", "DDP over MPI", "Horovod over Gloo", "Horovod over MPI"]
+    assert sorted(lines()) == names and "*" not in report_text(square, capsys)
     edit(square / "block-1/horovod-mpi-2/outcome.json", other_load=1.7)
-    assert lines() == ["DDP over Gloo", "DDP over MPI", "Horovod over Gloo"]
+    assert sorted(lines()) == [*names[:3], "Horovod over MPI, disturbed"]
+    text = report_text(square, capsys)
+    assert "Whole trainings, one each (* disturbed by other processes)" in text
+    assert re.search(r"horovod-mpi +2( +\d\.\d\*){3} +97\.50", text)
+    assert re.search(r"ddp-mpi +2( +\d\.\d){3} +97\.50", text)
+
+
+def test_the_speeds_of_the_blocks_stand_apart_on_an_axis_that_ends_with_the_last(square):
+    drift = plots_of(square)["drift"]
+    assert [text for _, text in drift.x.ticks] == [*"123456"] and drift.x.high == 6.5
+    for layer in drift.layers:
+        places = [place for place, _ in layer.points]
+        gaps = [place for place in places if math.isnan(place)]
+        assert len(gaps) == 6  # one behind each block
+        assert all(abs(place - round(place)) < 0.5 for place in places if not math.isnan(place))
+
+
+def test_undecided_pairs_look_different_in_the_plot_and_the_square(square, capsys):
+    edit(square / "plan.json", margin=0.0001)
+    assert "open" not in re.findall(r'class="number( open)?"', page_of(square))
+    lines = lines_of(square)
+    for line in (line for line in lines if line["line"] == "block"):
+        for turn in line["block"]["turns"]:  # the two engines over MPI, by chance
+            if turn["side"].endswith("-mpi"):
+                turn["seconds"] *= 1.5 if (line["block"]["number"] + len(turn["side"])) % 2 else 1
+    write_lines(square, lines)
+    plot = plots_of(square)["verdict"]
+    decisions = [row.value for row in plot.rows]
+    hollow = {
+        layer.points[0][1] for layer in plot.layers if layer.kind == "diamond" and layer.hollow
+    }
+    assert "undecided" in decisions
+    assert hollow == {at for at, decision in enumerate(decisions) if decision == "undecided"}
+    assert 'class="number open"' in page_of(square)
+
+
+def test_whiskers_of_speed_are_the_range_over_blocks(square):
+    [row, *_] = speed_rows(read_comparison(square))
+    bars = [layer for layer in plots_of(square)["throughput"].layers if layer.colour == INK]
+    assert [x for x, _ in bars[0].points] == [row["lowest"], row["highest"]]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_tables_fit_into_the_terminal(square, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", "1000")
+    whole = report_text(square, capsys)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = report_text(square, capsys)
+    lines = [line for line in text.splitlines() if re.search(r"  |^-", line.strip())]
+    assert len(lines) > 30 and max(map(len, lines)) <= columns
+    assert {*re.findall(r"[−+±]?\d[\d.]*", whole)} == {*re.findall(r"[−+±]?\d[\d.]*", text)}
+
+
+def test_a_terminal_breaks_sentences_between_words_and_no_command(capsys):
+    command = "    python compare/run.py " + "folder/" * 12
+    text = f"{'many words ' * 9}end\n  - {'more ' * 20}\n{command}\n"
+    lines = wrapped(text, 60).splitlines()
+    assert lines[-1] == command and len(lines) == 5 and max(map(len, lines[:-1])) <= 60
+    assert lines[3].startswith("  more") and " ".join(lines[:2]) == f"{'many words ' * 9}end"
+
+
+def a_speed(ratio: float, width: float = 1.25) -> Estimate:
+    return Estimate(ratio, ratio / width, ratio * width, (ratio,) * 3, 0.05, 2)
+
+
+OWN = {"first_label": "A over MPI", "second_label": "B over MPI", "decision": "faster"}
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({}, "Over MPI A trained 1.25 (1.00 to 1.56) times as fast as B."),
         (
-            {"decision": "slower", "ratio": 0.8},
-            "B over MPI trained 1.25 times as fast as A over MPI.",
+            {"decision": "slower", "speed": a_speed(0.8)},
+            "Over MPI B trained 1.25 (1.00 to 1.56) times as fast as A.",
         ),
-        ({"decision": "equal"}, "A over MPI and B over MPI are tied: equally fast within 57 %."),
+        ({"second_label": "B"}, "A over MPI trained 1.25 (1.00 to 1.56) times as fast as B."),
+        (
+            {"speed": replace(a_speed(1.25), turn_error=0.3)},
+            "Over MPI A trained 1.25 (1.00 to 1.56) times as fast as B (narrow by luck: the blocks "
+            "scatter far less than their turns foretell).",
+        ),
+        (
+            {"speed": replace(a_speed(1.25), turn_error=0.2)},  # with three blocks no wonder
+            "Over MPI A trained 1.25 (1.00 to 1.56) times as fast as B.",
+        ),
+        ({"decision": "equal"}, "Over MPI A and B are equally fast within 57 %."),
         (
             {"decision": "undecided"},
-            "It is undecided: A over MPI is between 1.00 and 1.56 times as fast as B over MPI.",
+            "Undecided: over MPI A trained 1.00 to 1.56 times as fast as B.",
         ),
-        ({"is_finished": False}, "Nothing is decided between A over MPI and B over MPI yet."),
         (
-            {"is_null_test": True, "decision": "faster", "second_label": "A over MPI, again"},
-            "A difference was shown between A over MPI and itself.",
+            {"decision": "undecided", "speed": a_speed(1.25, 1.1), "family": 4},
+            "Undecided: over MPI A trained 1.14 to 1.38 times as fast as B, before the correction "
+            "for 4 verdicts.",
+        ),
+        ({"is_finished": False}, "Nothing is decided yet: the measurement is not finished."),
+        (
+            {"is_null_test": True, "second_label": "A over MPI, again"},
+            "A difference was shown between A over MPI and itself (1.00 to 1.56).",
+        ),
+        (
+            {"is_null_test": True, "decision": "undecided"},
+            "No difference was shown between A over MPI and itself, as it should be "
+            "(1.00 to 1.56).",
         ),
         (
             {"speed": None, "second_label": "my own"},
             "No verdict on A over MPI and my own: no block was completed by both.",
         ),
+        ({"first_label": "mine", "workers": 0}, "mine trained 1.25 (1.00 to 1.56) times as fast "
+         "as B over MPI."),
     ],
-)
-def test_the_headline_is_the_first_verdict_in_a_plain_sentence(folder, fields, words):
-    made_up = Report(read_comparison(folder))
-    ratio = fields.pop("ratio", 1.25)
-    speed = Estimate(ratio, ratio * 0.8, ratio * 1.25, (ratio,) * 3, 0.05, 2)
-    own = {"first_label": "A over MPI", "second_label": "B over MPI", "decision": "faster"}
-    first, second = made_up.verdicts
-    other = replace(second, second="another pair's")
-    made_up.verdicts = [replace(first, **{**own, "speed": speed, **fields}), other]
-    assert made_up.headline == [words]
-    made_up.verdicts = [first, second]  # at one worker and at two
-    assert [line[:11] for line in made_up.headline] == ["At 1 worker", "At 2 worker"]
+)  # fmt: skip
+def test_the_headline_of_one_pair(folder, fields, words):
+    verdict, _ = Report(read_comparison(folder)).verdicts
+    assert headline([replace(verdict, **{**OWN, "speed": a_speed(1.25), **fields})], []) == [words]
+
+
+def test_the_headline_tells_all_pairs_or_counts_them(folder):
+    verdict, other = Report(read_comparison(folder)).verdicts
+    assert re.fullmatch(
+        "At 1 worker DDP over Gloo trained .* Horovod over MPI; at 2 workers DDP .*",
+        headline([verdict, other], [])[0],
+    )
+    pair = replace(verdict, speed=a_speed(1.25), **OWN)
+    wide = replace(pair, decision="undecided", speed=a_speed(1.1, 1.5))
+    decided, open_ = headline([pair, wide, replace(wide, speed=a_speed(1.0))], [])
+    assert decided == "Over MPI A trained 1.25 (1.00 to 1.56) times as fast as B."
+    assert open_.startswith("2 of 3 pairs undecided: over MPI A trained 0.73 to 1.65 times ")
+    many = [*[pair] * 5, replace(pair, speed=a_speed(1.5)), wide, replace(pair, decision="equal")]
+    assert headline(many, []) == [
+        "8 pairs: 6 different, 1 undecided, 1 equal.",
+        "The largest difference: over MPI A trained 1.50 (1.20 to 1.88) times as fast as B.",
+        "The least known: over MPI A trained 0.73 to 1.65 times as fast as B.",
+    ]
+
+
+def test_the_headline_tells_a_goal_in_place_of_its_pair(folder):
+    verdict, _ = Report(read_comparison(folder)).verdicts
+    goal = Goal(question="", name="ddp-torchrun:horovod-mpi", least=1.2, speed=a_speed(1.25))
+    reached = replace(goal, decision="reached")
+    assert headline([verdict], [reached]) == [
+        "Goal ddp-torchrun / horovod-mpi ≥ 1.200: reached, 1.250 (1.000 to 1.562)."
+    ]
+    assert headline([], [reached] * 7 + [goal])[0] == "8 goals: 7 reached, 1 not shown."
 
 
 CASES = a_plan(

@@ -21,6 +21,7 @@ from records import a_summary, an_environment, lines_of
 
 from compare import run
 from compare.evidence.record import Record
+from compare.page.report import Report
 from compare.plan import launchers, plan_file
 from compare.plan.environment import REMOVED_VARIABLES
 from compare.plan.launchers import START_COMMANDS, StartCommand
@@ -486,6 +487,12 @@ def test_blocks_end_when_the_minutes_are_over_and_more_blocks_go_on(comparing):
     comparing.run(*UNTIL[:-1], "--blocks", "4", "--", "--spread", "yes")
     assert Record.open(comparing.folder / "out").extensions == 1
     assert comparing.plan()["blocks"] == 4 and len(comparing.starts()) == 8
+    _, command = Report(Record.open(Path("out"))).next_step
+    python, script, *words = shlex.split(command)
+    assert (python, Path(script)) == ("python", ROOT / "compare/run.py")
+    comparing.run(*words)  # what the report ends with extends this very comparison
+    assert Record.open(comparing.folder / "out").extensions == 2
+    assert comparing.plan()["blocks"] == int(words[-1]) > 4
     failing = ("--spread", "yes", "--fail", "block-2/horovod-mpi-1")
     output = comparing.run(*UNTIL, "1%", "--out", "failing", "--", *failing, code=1)
     assert "1 of 4 runs failed" in output

@@ -213,7 +213,8 @@ def write_run(folder: Path, workers: int, seconds: float, batch_size: int = 8) -
 
 
 @pytest.fixture
-def runs(tmp_path):
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # no table is cut into parts
     write_run(tmp_path / "runs/one", 1, 0.1)
     write_run(tmp_path / "runs/two", 2, 0.16)
     return tmp_path / "runs"

@@ -650,7 +650,7 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
         "up to 6 min left",
         "plus 2 min in which other processes used",
         "the widest interval is +-",
-        "more --minutes",
+        "the command that narrows it",
     ):
         assert words in told
     measure(structs.replace(IN_BLOCKS, minutes=7), tmp_path)

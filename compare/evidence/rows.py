@@ -39,10 +39,9 @@ def cell_fields(group: Group, configuration: str) -> Row:
 def speed_rows(record: Record) -> list[Row]:
     """Return how fast each cell trained, by turns or in whole runs:
 
-    images_per_second: all images / all seconds, over all blocks; lowest, highest: of a block; mean:
-    over blocks, with its interval; scaling: images/s per worker / the same with the fewest workers,
-    paired by block; cpu_ms_per_image: of all workers; blocks; planned_blocks (None: as many as
-    needed).
+    images_per_second: all images / all seconds, over all blocks; lowest, highest: of a block;
+    scaling: images/s per worker / the same with the fewest workers, paired by block;
+    cpu_ms_per_image: of all workers; blocks; planned_blocks (None: as many as needed).
     """
     fewest, rows = min(record.plan.workers), []
     for group, name in cells_of(record):
@@ -68,7 +67,6 @@ def speed_rows(record: Record) -> list[Row]:
                 "images_per_second": harmonic_mean([*rates.values()]),
                 "lowest": min(rates.values()),
                 "highest": max(rates.values()),
-                "mean": estimate_logs([*map(math.log, rates.values())], record.confidence),
                 "scaling": scaling,
                 "cpu_ms_per_image": fmean(1000 / b.rate(name, work_per_cpu_second) for b in blocks),
                 "blocks": len(blocks),
@@ -87,7 +85,9 @@ def rates_by_block(group: Group, configuration: str) -> dict[int, float]:
 
 
 def training_rows(record: Record) -> list[Row]:
-    """Return what whole trainings of each cell show: the medians of `figures_of`, and
+    """Return what whole trainings of each cell show: the medians of `timed_figures`, of the runs
+    that other processes did not disturb, or of all if they disturbed all (`are_disturbed`); those
+    of `other_figures`; and
 
     weights: whether the final weights equal those of the first configuration in the block; runs,
     planned_runs; peak_memory: bytes of the largest rank, with its interval; straggler_ratio: the
@@ -104,7 +104,9 @@ def training_rows(record: Record) -> list[Row]:
             run.summary.weights_sha256 == firsts[run.block] for run in runs if run.block in firsts
         ]
         of_equal = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
-        measured = [figures_of(run) for run in runs]
+        quiet = [run for run in runs if not run.is_disturbed]
+        timed = [timed_figures(run) for run in quiet or runs]
+        others = [other_figures(run) for run in runs]
         memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
         ablated = [
             turn.straggler_ratio
@@ -115,10 +117,9 @@ def training_rows(record: Record) -> list[Row]:
         rows.append(
             {
                 **cell_fields(group, name),
-                **{
-                    figure: median_or_none([of_run[figure] for of_run in measured])
-                    for figure in measured[0]
-                },
+                **medians(timed),
+                **medians(others),
+                "are_disturbed": not quiet,
                 "weights": of_equal if equal else "–",
                 "runs": len(runs),
                 "planned_runs": sum(run.configuration == name for run in group.runs),
@@ -129,25 +130,31 @@ def training_rows(record: Record) -> list[Row]:
     return rows
 
 
-def figures_of(run: RunRecord) -> dict[str, float | None]:
-    """Return the figures of a run whose medians the table of trainings shows; times and input are
-    None if other processes disturbed the run. Start and end are all time that is not on the
-    training clock; evaluation includes checkpoints."""
+def timed_figures(run: RunRecord) -> dict[str, float | None]:
+    """Return the figures of a run that other processes may have disturbed. Start and end are all
+    time that is not on the training clock; evaluation includes checkpoints."""
     summary = run.summary
-    timed = {
+    return {
         "startup_seconds": run.seconds - summary.total_seconds if run.seconds else None,
         "train_seconds": summary.train_seconds,
         "evaluation_seconds": summary.total_seconds - summary.train_seconds,
         **vars(summary.input),
         **vars(summary.energy),
     }
+
+
+def other_figures(run: RunRecord) -> dict[str, float | None]:
+    """Return the figures of a run that do not depend on the time that it took."""
     of_summary = ("top1", "top5", "loss", "network_bytes_per_step")
-    of_rung = ("bubble_share", "staleness")
     return {
-        **(dict.fromkeys(timed) if run.is_disturbed else timed),
-        **{name: getattr(summary, name) for name in of_summary},
-        **{name: getattr(summary.rung, name) for name in of_rung},
+        **{name: getattr(run.summary, name) for name in of_summary},
+        **{name: getattr(run.summary.rung, name) for name in ("bubble_share", "staleness")},
     }
+
+
+def medians(runs: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """Return the median of each figure of these runs."""
+    return {name: median_or_none([figures[name] for figures in runs]) for name in runs[0]}
 
 
 def median_or_none(values: Sequence[float | None]) -> float | None:

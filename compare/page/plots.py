@@ -1,10 +1,10 @@
 """The page's plots."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from compare.evidence.paired import Estimate
 from compare.evidence.rows import EXPOSED, Row, cells_of
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import place_text, ratio_text, three_digits
@@ -14,6 +14,7 @@ from compare.page.chart import (
     INK,
     MARKERS,
     MUTED,
+    PAPER,
     ROW_HEIGHT,
     Layer,
     Plot,
@@ -32,6 +33,8 @@ DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")
 ALONE = "the engine's own work"
 MAX_RINGS = 60  # per verdict: among a thousand no single block can be seen
 BLOCKS_IN_DETAIL = 8  # blocks whose curves are drawn: nobody can tell more of them apart
+MOST_TICKS = 12  # numbers of blocks below an axis
+WIDTH_OF_BLOCK = 0.8  # of the distance from block to block: what its turns take on the axis
 MAX_POINTS = 900  # over all lines of a plot: 450,000 steps must not make a page of 50 MB
 T = TypeVar("T")
 
@@ -94,15 +97,16 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot:
         at = place_text(verdict.case, verdict.workers) if len(places) > 1 else ""
         name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", at)))
         layers += verdict_layers(len(rows), name, verdict)
-        rows.append(PlotRow(len(rows), name))
+        rows.append(PlotRow(len(rows), name, verdict.decision))
     most = max([0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0])])
     ticks = linear([max(0.02, 1 - most), 1 + most]).ticks
     margins = " or ".join(dict.fromkeys(f"{100 * verdict.margin:g}" for verdict in measured))
     return row_plot(
         "verdict",
         "Speed ratios and their intervals",
-        "Diamond and line: point estimate and interval. Rings: the ratio of each block. Dashed "
-        "line: equal speed; right of it the first is faster, left of it the second. Grey: the "
+        "Diamond and line: point estimate and interval, grey and hollow where nothing is decided. "
+        "Rings: the ratio of each block. Dashed line: equal speed; right of it the first is "
+        "faster, left of it the second. Grey band: the "
         f"margin of {margins} %; an interval inside it means “equal”, unless the correction for "
         "several verdicts forbids it.",
         Scale(max(0.0, 1 - 1.12 * most), 1 + 1.12 * most, ticks, "speed of the first / the second"),
@@ -126,19 +130,26 @@ def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
     texts = filter(None, [ratio_text(speed), interval_text(speed), verdict.decision])
     rings = [(ratio, y + 0.26) for ratio in thinned(speed.ratios, MAX_RINGS)]
     blocks = [f"{name}, ratio of a block: {ratio:.3f}" for ratio, _ in rings]
+    is_open = verdict.decision == "undecided"
+    colour, point = (MUTED if is_open else INK), [(speed.ratio, y)]
+    ends = [(end, y) for end in (speed.low, speed.high) if end is not None]
+    # Paper below a hollow diamond, so that the line does not run through it.
+    below = [Layer("diamond", point, PAPER, 3.4)] if is_open else []
     return [
         bar(1 / (1 + margin), 1 + margin, y + 0.175, GRID, 0.65 * ROW_HEIGHT, 0.7),
         Layer("line", [(1, y - 0.15), (1, y + 0.5)], MUTED, 1, "3 2"),
-        interval_line(speed, y),
-        Layer("diamond", [(speed.ratio, y)], INK, 3.4, texts=[f"{name}: {', '.join(texts)}"]),
+        Layer("line", ends, colour, 1.1 if is_open else 2),
+        *below,
+        Layer(
+            "diamond",
+            point,
+            colour,
+            3.4,
+            hollow=is_open,
+            texts=[f"{name}: {', '.join(texts)}"],
+        ),
         Layer("circle", rings, MUTED, 2, hollow=True, texts=blocks),
     ]
-
-
-def interval_line(estimate: Estimate, y: float) -> Layer:
-    """Return an interval along the x axis, if there is one."""
-    ends = [(end, y) for end in (estimate.low, estimate.high) if end is not None]
-    return Layer("line", ends, INK, 1.6)
 
 
 # ------------------------------------------------------------------------------------------ speed
@@ -154,7 +165,8 @@ def plot_throughput(report: Report, case: str) -> Plot:
         base, colour = fewest.setdefault(configuration, row), line_style(report, configuration)[1]
         shown = f"{three_digits(rate)} {unit}/s"
         layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {shown}"))
-        layers.append(interval_line(row["mean"], y + 0.14))
+        range_ = [(row["lowest"], y + 0.14), (row["highest"], y + 0.14)]
+        layers.append(Layer("line", range_, INK, 1.6))
         if row is not base:
             ideal = base["images_per_second"] * row["workers"] / base["workers"]
             ends = [(ideal, y - 0.06), (ideal, y + 0.34)]
@@ -164,9 +176,9 @@ def plot_throughput(report: Report, case: str) -> Plot:
         "throughput",
         "Training throughput",
         f"Training {unit} per second of all workers, without the first steps and evaluation. Bars: "
-        f"all {unit} divided by all seconds; lines: the interval of the mean over blocks; dashed: "
-        "ideal scaling from the fewest workers. What slows all sides of a block changes these "
-        "bars and intervals, but cancels in the verdicts' ratios.",
+        f"all {unit} divided by all seconds; lines: the range over blocks; dashed: ideal scaling "
+        "from the fewest workers. What slows all sides of a block changes these bars and ranges, "
+        "but cancels in the verdicts' ratios.",
         linear(values_of(layers)[0], f"{unit}/s", zero=True),
         layers,
         named,
@@ -183,33 +195,38 @@ def row_names(report: Report, rows: Sequence[Row]) -> list[str]:
 
 
 def plot_drift(report: Report, case: str) -> Plot:
-    """Show speed over the blocks in the order in which they ran, of the turns that count only;
-    nothing with fewer than two points."""
+    """Show the speeds of each block's turns that count, in the order in which they ran; of whole
+    runs, one point a block. Nothing if there is a single point only."""
     layers: list[Layer] = []
     cells = [cell for cell in cells_of(report.record) if cell[0].case == case]
-    mark, unit = 0 if report.record.is_by_turns else 2, report.record.unit
+    unit, last = report.record.unit, 1
+    most = max(3, MAX_POINTS // sum(len(group.blocks) for group, _ in cells))
     for group, name in cells:
-        measured = [
-            (block.number + at / len(turns), turn.images_per_second)
-            for block in group.blocks
-            for turns in [block.counted(name)]
-            for at, turn in enumerate(turns)
-        ]
-        points = thinned(measured, MAX_POINTS // len(cells))
+        points, texts = list[tuple[float, float]](), list[str]()
         place = place_text(report.labels[name], group.workers)
-        texts = [f"{place}, block {x:.2f}: {y:,.4g} {unit}/s" for x, y in points]
-        layers += curve(report, name, points, texts, 1.1, mark)
-    x, y = values_of(layers)
-    if len({*x}) < 2:
+        for block in group.blocks_with([name]):
+            speeds = [turn.images_per_second for turn in thinned(block.counted(name), most)]
+            for at, speed in enumerate(speeds):
+                within = WIDTH_OF_BLOCK * ((at + 0.5) / len(speeds) - 0.5)
+                points.append((block.number + within, speed))
+                texts.append(f"{place}, block {block.number}: {speed:,.4g} {unit}/s")
+            points.append((math.nan, math.nan))  # blocks are not joined
+            texts.append("")
+            last = max(last, block.number)
+        layers += curve(report, name, points, texts, 1.1, 0 if report.record.is_by_turns else 2)
+    found = [point for layer in layers for point in layer.points if math.isfinite(point[0])]
+    if len({across for across, _ in found}) < 2:
         layers = []
+    blocks = range(1, last + 1)
+    ticks = [(float(number), str(number)) for number in blocks[:: -(-last // MOST_TICKS)]]
     return Plot(
         "drift",
         "Speed over the experiment",
         f"{unit.capitalize()} per second of whole runs, or of the turns that count, in the order "
-        "in which they ran. A slope that all sides share is drift of the machine; it cancels in "
-        "ratios within blocks.",
-        linear(x, "block"),
-        linear(y, f"{unit}/s"),
+        "in which they ran within each block. A slope that all sides share is drift of the "
+        "machine; it cancels in ratios within blocks.",
+        Scale(0.5, last + 0.5, ticks, "block"),
+        linear((up for _, up in found), f"{unit}/s"),
         layers,
     )
 
@@ -253,26 +270,29 @@ def phase_layers(row: Row, place: PlotRow) -> list[Layer]:
 
 
 def plot_time_to_accuracy(report: Report, case: str) -> Plot:
-    """Show validation top-1 against the training clock, of the undisturbed runs with the most
-    workers."""
+    """Show validation top-1 against the training clock, of the runs with the most workers."""
     layers: list[Layer] = []
     whole = [run for run in report.record.complete if run.case == case]
     most = max((run.workers for run in whole), default=0)
-    runs = [run for run in whole if run.workers == most and not run.is_disturbed]
+    runs = [run for run in whole if run.workers == most]
     runs.sort(key=lambda run: line_style(report, run.configuration)[0])
     blocks = thinned(sorted({run.block for run in runs}), BLOCKS_IN_DETAIL)
     for run in (run for run in runs if run.block in blocks):
         line = [(found.train_seconds_so_far, found.top1) for found in run.evaluations]
         shown = thinned(line, MAX_POINTS // len(runs))
-        name = f"{report.labels[run.configuration]}, block {run.block}"
+        doubt = ", disturbed" if run.is_disturbed else ""
+        name = f"{report.labels[run.configuration]}, block {run.block}{doubt}"
         texts = [f"{name}: {y:.2f} % after {x:,.4g} s" for x, y in shown]
-        layers += curve(report, run.configuration, shown, texts, 1.3, 2)
+        layers += [
+            replace(layer, key=f"{layer.key}{doubt}")
+            for layer in curve(report, run.configuration, shown, texts, 1.3, 2)
+        ]
     x, y = values_of(layers)
     return Plot(
         "time-to-accuracy",
         "Top-1 against time",
-        "Validation top-1 against training time, evaluation included. One line per run; runs "
-        "that other processes disturbed are left out.",
+        "Validation top-1 against training time, evaluation included. One line per run. Disturbed: "
+        "other processes slowed it, so its times are too long.",
         linear(x, "seconds since training began, evaluation included", zero=True),
         linear(y, "validation top-1, %"),
         layers,

@@ -2,11 +2,13 @@
 
 import datetime
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
 from compare.evidence.occasions import Key, over_occasions
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
@@ -26,11 +28,14 @@ from compare.evidence.words import (
     place_text,
     short,
     shortest_unique_names,
+    time_text,
     without_paths,
 )
+from compare.page.headline import headline
 from compare.page.labels import labels_of
-from compare.page.sentences import claim, correction_text, said
+from compare.page.sentences import correction_text
 from compare.plan.configurations import ENGINES, PEERS
+from compare.plan.environment import path_from_here
 from compare.plan.plan_file import plan_table
 from recipe.record.schema import Environment
 from recipe.settings.flags import Config
@@ -145,11 +150,29 @@ class Report:
 
     @property
     def headline(self) -> list[str]:
-        """The answer to the plan's question: the verdicts on its first pair, in plain words
-        without figures."""
-        first = self.record.plan.pairs()[:1]
-        asked = [verdict for verdict in self.verdicts if (verdict.first, verdict.second) in first]
-        return [said(verdict, claim(verdict), is_placed=len(asked) > 1) for verdict in asked]
+        """The whole result in a few sentences."""
+        if self.record.problem:
+            return ["Nothing is decided: part of the record cannot be read."]
+        return headline(self.verdicts, self.goals)
+
+    @property
+    def next_step(self) -> tuple[str, str]:
+        """How this comparison decides more: a sentence, and the command for it. Both are empty if
+        all is decided."""
+        record, end = self.record, list[str]()
+        later = extension_of(record, [*self.verdicts, *self.goals])
+        if record.problem or not (record.unfinished or later):
+            return "", ""
+        text = "This command continues the measurement:"
+        if later:
+            what = "narrow the intervals to the margin" if record.plan.null else "decide more"
+            text = f"To {what}, measure about {time_text(later.seconds_left)} more on this machine:"
+            end = ["--blocks", str(later.blocks)]
+        if later and record.plan.blocks is None:
+            minutes = max(math.ceil(later.seconds / 60), math.floor(record.plan.minutes) + 1)
+            end = ["--minutes", str(minutes)]
+        own = [path_from_here("compare/run.py"), str(record.path), "--out", str(record.folder)]
+        return text, shlex.join(["python", *own, *end])
 
     @property
     def equal_weights(self) -> str:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from scipy.special import chdtr
+
 from compare.evidence.goals import Goal
 from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
@@ -28,8 +30,7 @@ OF_ITSELF = {
     "slower": "a difference was shown between {first} and itself",
     "equal": "no difference was shown between {first} and itself, as it should be: equal within "
     "{bound}",
-    "undecided": "no difference was shown between {first} and itself, as it should be: it differs "
-    "from itself by at most {bound}",
+    "undecided": "no difference was shown between {first} and itself, as it should be",
 }
 WITH_DELAY = {
     "faster": "a delay of {delay} was found in {first}",
@@ -43,6 +44,7 @@ NOT_FOUND = (
     ". This interval should contain the delay and exclude 1; by chance alone it fails to in one "
     "null test of twenty, and more often if it is wide: run it again, or for longer"
 )
+LUCKY = " (narrow by luck: the blocks scatter far less than their turns foretell)"
 
 
 # The verdicts.
@@ -56,9 +58,10 @@ def sentence(verdict: Verdict) -> str:
     blocks = count(speed.blocks, "block")
     if verdict.decision in DIFFERENT and not verdict.is_null_test:  # the ratio is in the claim
         shown = speed.inverse() if verdict.decision == "slower" else speed
-        return said(verdict, f"{text}, {interval_text(shown)}, {blocks}")
+        return said(verdict, f"{text}, {interval_text(shown)}, {blocks}{luck_text(speed)}")
     figures = filter(None, [f"speed ratio {ratio_text(speed)}", interval_text(speed), blocks])
-    return said(verdict, f"{text} ({', '.join(figures)}){remark(verdict, speed)}")
+    told = f"{text} ({', '.join(figures)}){luck_text(speed)}"
+    return said(verdict, f"{told}{remark(verdict, speed)}")
 
 
 def said(verdict: Verdict, text: str, is_placed: bool = True) -> str:
@@ -203,10 +206,25 @@ def goal_figure(goal: Goal, value: float) -> str:
 
 def interval_text(estimate: Estimate) -> str:
     """Return the interval in words; empty without one."""
+    ends, percent = ends_text(estimate), f"{100 * estimate.confidence:.4g}"
+    return ends and f"{percent} % interval {ends}"
+
+
+def ends_text(estimate: Estimate) -> str:
+    """Return the ends of the interval; empty without one."""
     if estimate.low is None:
         return ""
-    places, percent = digits(estimate), f"{100 * estimate.confidence:.4g}"
-    return f"{percent} % interval {estimate.low:.{places}f} to {estimate.high:.{places}f}"
+    places = digits(estimate)
+    return f"{estimate.low:.{places}f} to {estimate.high:.{places}f}"
+
+
+def luck_text(estimate: Estimate) -> str:
+    """Return a remark on an interval that is narrow by luck: its standard error is so much smaller
+    than the one that turns foretell as chance makes it in one of twenty at most; else empty."""
+    if not estimate.turn_error or not estimate.degrees:
+        return ""
+    variances = (estimate.error / estimate.turn_error) ** 2
+    return LUCKY if chdtr(estimate.degrees, estimate.degrees * variances) < 0.05 else ""
 
 
 def bound_text(estimate: Estimate) -> str:

@@ -1,9 +1,11 @@
 """The report's tables: each column is described once, for the page, the terminal and Markdown."""
 
+import math
 import re
+import shutil
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tabulate
@@ -28,7 +30,12 @@ APART = (
     "These comparisons were not measured in the same blocks. A ratio between two of them would "
     "include any change of the machine in between, so none is given."
 )
-tabulate.MIN_PADDING = 0  # of headers: the table is to fit into 100 columns
+DISTURBED = "*"  # marks a figure of runs all of which other processes disturbed
+WIDE, NARROW = (
+    40,
+    22,
+)  # characters after which a cell's text is wrapped, if there is room and if not
+tabulate.MIN_PADDING = 0  # of headers: tables are to fit into a terminal
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class TableCell:
     value: float | None = None  # for sorting and copying; None: the text serves
     aside: str = ""
     is_alarm: bool = False
+    is_open: bool = False  # nothing is decided on it
     series: int | None = None  # a configuration's colour; -1: the row belongs to no configuration
 
 
@@ -55,6 +63,7 @@ class Column:
     scale: float = 1  # from the row's unit to the column's
     is_optional: bool = False  # left out where no row has a value
     is_number: bool = True
+    is_timed: bool = False  # other processes may disturb it: marked in rows where they did
 
     def value(self, row: Any) -> Any:
         """Return the figure of a row."""
@@ -64,6 +73,13 @@ class Column:
 
     def cell(self, row: Any) -> TableCell:
         """Return the column's cell in a row."""
+        cell = self.unmarked(row)
+        if cell.value is not None and self.is_timed and row["are_disturbed"]:
+            return replace(cell, text=f"{cell.text}{DISTURBED}")
+        return cell
+
+    def unmarked(self, row: Any) -> TableCell:
+        """Return the cell without the mark of a disturbed figure."""
         value = self.value(row)
         if isinstance(value, TableCell):
             return value
@@ -94,6 +110,7 @@ class Table:
     note: str
     columns: Sequence[Column]
     lines: Sequence[Any]  # the rows' data, from which the columns take their figures
+    keys: int = 1  # number of columns, from the left, that tell one row from another
     starts_group: Sequence[bool] = ()  # for each line: whether a rule separates it from the last
     is_detail: bool = False  # shown on the page alone
 
@@ -142,12 +159,12 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
 
 TRAININGS = (
     Column("start and end, s", "startup_seconds", "{:,.1f}",
-           "Medians over runs; those of times and input leave out runs that other processes "
-           "disturbed. Start and end: from the launcher's start to its end, without the training "
-           "clock."),
-    Column("training, s", "train_seconds", "{:,.1f}"),
+           "Medians over runs; those of times, input and energy leave out runs that other "
+           "processes disturbed, unless they disturbed all (*). Start and end: from the launcher's "
+           "start to its end, without the training clock.", is_timed=True),
+    Column("training, s", "train_seconds", "{:,.1f}", is_timed=True),
     Column("evaluation, s", "evaluation_seconds", "{:,.1f}",
-           "Evaluation: checkpoints included."),
+           "Evaluation: checkpoints included.", is_timed=True),
     Column("top-1, %", "top1", "{:.2f}", "Top-1, top-5 and loss: of the last validation."),
     Column("top-5, %", "top5", "{:.2f}"),
     Column("loss", "loss", "{:.4g}"),
@@ -166,11 +183,11 @@ RESOURCES = (
            note="Network: what the hosts' interfaces sent for all processes from the first step "
            "to the end, loopback and validation included; messages through shared memory do not "
            "count."),
-    Column("GPU J per image", "gpu_joules_per_image", is_optional=True,
+    Column("GPU J per image", "gpu_joules_per_image", is_optional=True, is_timed=True,
            note="Energy: of the GPU by NVML, of the processor by RAPL."),
-    Column("GPU watts", "gpu_watts", "{:,.0f}", is_optional=True),
-    Column("GPU busy, %", "gpu_utilization_percent", "{:.0f}", is_optional=True),
-    Column("CPU J per image", "cpu_joules_per_image", is_optional=True),
+    Column("GPU watts", "gpu_watts", "{:,.0f}", is_optional=True, is_timed=True),
+    Column("GPU busy, %", "gpu_utilization_percent", "{:.0f}", is_optional=True, is_timed=True),
+    Column("CPU J per image", "cpu_joules_per_image", is_optional=True, is_timed=True),
 )  # fmt: skip
 # Added if a plan runs a rung of the ladder beside the two engines.
 LADDER = (
@@ -182,12 +199,12 @@ LADDER = (
            "computed from, on average."),
 )  # fmt: skip
 INPUT = (
-    Column("images/s", "images_per_second", is_optional=True,
+    Column("images/s", "images_per_second", is_optional=True, is_timed=True,
            note="What all workers read during whole trainings, which is not the most that the "
            "input can deliver, and the share of the step time spent waiting for it."),
-    Column("files/s", "files_per_second", is_optional=True),
-    Column("MB/s", "megabytes_per_second", is_optional=True),
-    Column("input wait, %", "wait_share", "{:.2f}", scale=100, is_optional=True),
+    Column("files/s", "files_per_second", is_optional=True, is_timed=True),
+    Column("MB/s", "megabytes_per_second", is_optional=True, is_timed=True),
+    Column("input wait, %", "wait_share", "{:.2f}", scale=100, is_optional=True, is_timed=True),
 )  # fmt: skip
 
 
@@ -277,18 +294,20 @@ def cell_table(
         if not column.is_optional or any(column.value(row) is not None for row in rows)
     ]
     has_cases = len(report.record.plan.cases) > 1
-    whole = (
+    keys = (
         *([Column("case", "case", is_number=False)] if has_cases else []),
         Column("configuration", configuration, is_number=False),
         Column("workers", "workers", "{}"),
-        *shown,
     )
+    if any(column.is_timed for column in shown) and any(row["are_disturbed"] for row in rows):
+        title += f" ({DISTURBED} disturbed by other processes)"
     places = [(row["case"], row["workers"]) for row in rows]
     return Table(
         title,
         " ".join(filter(None, [note, *(column.note for column in shown)])),
-        whole,
+        (*keys, *shown),
         rows if shown else [],
+        len(keys),
         [i > 0 and places[i] != places[i - 1] for i in range(len(rows))],
         is_detail,
     )
@@ -335,7 +354,8 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
             f" The goals of a plan (up to {family} here) are corrected by Holm's method, as "
             "verdicts are: an interval alone may say more than the verdict."
         )
-    return [Table("Goals", note, columns, goals)] if goals else []
+    keys = len(columns) - 5  # up to the sides
+    return [Table("Goals", note, columns, goals, keys)] if goals else []
 
 
 def square_tables(report: Report) -> list[Table]:
@@ -356,11 +376,13 @@ def square_table(report: Report, *place: Any) -> Table:
     here = [v for v in report.verdicts if (v.case, v.workers) == place and v.speed]
     ratios = {(v.first, v.second): v.speed for v in here if v.speed}
     ratios |= {(second, first): speed.inverse() for (first, second), speed in ratios.items()}
+    undecided = [{v.first, v.second} for v in here if v.decision == "undecided"]
     first_engine, second_engine = dict.fromkeys(engine for engine, _ in corners)
     new, base = dict.fromkeys(transport for _, transport in corners)
 
     def ratio(first: tuple[str, str], second: tuple[str, str]) -> TableCell:
-        return ratio_cell(ratios.get((corners[first], corners[second])))
+        cell = ratio_cell(ratios.get((corners[first], corners[second])))
+        return replace(cell, is_open={corners[first], corners[second]} in undecided)
 
     lines: list[tuple[Any, ...]] = [
         (
@@ -377,12 +399,12 @@ def square_table(report: Report, *place: Any) -> Table:
     heads = ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
     return Table(
         f"Engine and transport, {place_text(*place)}",
-        "Speed ratios with their intervals. At the bottom right is the interaction: the engines' "
-        f"ratio over {new} divided by that over {base}. 1 means that {new} speeds up both engines "
-        "by the same factor.",
+        "Speed ratios with their intervals, grey where nothing is decided. Of "
+        f"{name.text}, {heads[-1]} is the interaction: the engines' ratio over {new} divided by "
+        f"that over {base}. 1 means that {new} speeds up both engines by the same factor.",
         [Column(head, i, is_number=i > 0) for i, head in enumerate(heads)],
         lines,
-        (False, False, True),
+        starts_group=(False, False, True),
     )
 
 
@@ -438,19 +460,48 @@ def escaped(text: str) -> str:
 
 
 def table_text(table: Table, markdown: bool = False) -> str:
-    """Return a table for the terminal, where long texts are wrapped, or as Markdown."""
+    """Return a table as Markdown, or for the terminal. Long texts are wrapped there; a table that
+    is wider than the terminal (80 characters if there is none) is cut into parts, each with the
+    names of the rows, which stand below each other."""
     headers = [column.name for column in table.columns]
     cells = [[f"{cell.text} {cell.aside}".rstrip() for cell in row] for row in table.rows]
     if markdown:
         cells = [[escaped(cell) for cell in line] for line in cells]
-    else:
-        cells = [[textwrap.fill(cell, 40) for cell in line] for line in cells]
-        wrapper = textwrap.TextWrapper(8, break_long_words=False, break_on_hyphens=False)
-        headers = [wrapper.fill(name) for name in headers]
+        return grid_text(table, headers, cells, range(len(headers)), "pipe")
+    wrapper = textwrap.TextWrapper(8, break_long_words=False, break_on_hyphens=False)
+    headers = [wrapper.fill(name) for name in headers]
+    room = shutil.get_terminal_size().columns
+
+    def is_too_wide(places: Sequence[int]) -> bool:
+        columns = [[headers[place], *(line[place] for line in shown)] for place in places]
+        widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
+        return sum(widths) + 2 * (len(widths) - 1) > room
+
+    for wrapper.width in (WIDE, NARROW):
+        shown = [[wrapper.fill(cell) for cell in line] for line in cells]
+        if not is_too_wide(range(len(headers))):
+            break
+    keys, others = range(table.keys), range(table.keys, len(headers))
+    for number in range(1, len(others) + 1):
+        size = math.ceil(len(others) / number)
+        parts = [(*keys, *others[at : at + size]) for at in range(0, len(others), size)]
+        if not any(map(is_too_wide, parts)):
+            break
+    return "\n\n".join(grid_text(table, headers, shown, part, "simple") for part in parts)
+
+
+def grid_text(
+    table: Table,
+    headers: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    places: Sequence[int],
+    form: str,
+) -> str:
+    """Return the columns of a table at these places as text."""
     return tabulate.tabulate(
-        cells,
-        headers,
-        tablefmt="pipe" if markdown else "simple",
+        [[line[place] for place in places] for line in cells],
+        [headers[place] for place in places],
+        tablefmt=form,
         disable_numparse=True,
-        colalign=["right" if column.is_number else "left" for column in table.columns],
+        colalign=["right" if table.columns[place].is_number else "left" for place in places],
     )

@@ -43,13 +43,15 @@ REACH_QUESTION = (
 
 
 def resumed(plan: Plan, record: Record) -> Plan:
-    """Return the plan with the values that its record has fixed: the seed of the order, and the
-    number of blocks of whole runs begun."""
+    """Return the plan with the values that its record has fixed: the seed of the order, what was
+    left out, and the number of blocks of whole runs begun."""
     if record.is_empty:
         return plan
     old = record.plan
     order_seed = old.order_seed if plan.order_seed is None else plan.order_seed
-    return replace(plan, order_seed=order_seed, blocks_there=old.blocks_there)
+    # A plan that is read from its record says no more what was left out of it.
+    left_out = plan.left_out or old.left_out
+    return replace(plan, order_seed=order_seed, left_out=left_out, blocks_there=old.blocks_there)
 
 
 def check_same_plan(plan: Plan, record: Record) -> PlanRecord:
@@ -210,8 +212,8 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
     if plan.blocks is None and not is_enough(estimates_of(groups), plan):
         widest = max(ratio.relative_half_width for ratio in estimates_of(groups))
         text += (
-            f"\nthe widest interval is +-{percent_text(widest)}: the same command with more "
-            "--minutes narrows it"
+            f"\nthe widest interval is +-{percent_text(widest)}; if that leaves a pair undecided, "
+            "the report ends with the command that narrows it"
         )
     return text
 

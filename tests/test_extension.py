@@ -1,0 +1,96 @@
+"""How much longer a comparison has to be measured to decide more, and the command for it."""
+
+import math
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from records import verdicts_of, with_plan
+from scipy.stats import norm
+from test_compare_records import make_square
+
+from compare.evidence.extension import blocks_to_decide, extension_of
+from compare.evidence.goals import Goal
+from compare.evidence.paired import Estimate
+from compare.evidence.record import Record, read_comparison
+from compare.evidence.verdicts import Verdict
+from compare.page.report import Report
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> Record:
+    """Six blocks of 40 s each."""
+    return read_comparison(make_square(tmp_path_factory.mktemp("square") / "compare-1"))
+
+
+def a_finding(record: Record, ratio: float, blocks: int, **fields: Any) -> Verdict:
+    """An undecided verdict on this ratio, whose logarithm has a standard error of 5 %."""
+    low, high = ratio / 1.2, ratio * 1.2
+    speed = Estimate(ratio, low, high, (ratio,) * blocks, 0.05, blocks - 1)
+    verdict = verdicts_of(record)[0]
+    return replace(verdict, speed=speed, decision="undecided", family=1, **fields)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "fields", "narrow"),
+    [
+        (1.05, {}, math.log(1.05) / 1.5),
+        (1 / 1.05, {}, math.log(1.05) / 1.5),
+        (1.001, {"margin": 0.1}, (math.log(1.1) - math.log(1.001)) / 1.5),  # equal, presumably
+        (1.01, {}, math.log(1.015)),  # the plan ends at this width, whatever it shows
+        (1.02, {"delay": 0.03}, math.log(1.03) / 1.5),
+    ],
+)
+def test_so_many_blocks_make_the_interval_narrow(record, ratio, fields, narrow):
+    """Of the extended comparison, whose intervals have a confidence of 97.5 %."""
+    by_rule = with_plan(record, {"blocks": None, "until_interval": 0.015})
+    wanted = blocks_to_decide(by_rule, a_finding(by_rule, ratio, 100, **fields))
+    assert wanted == pytest.approx(100 * (norm.ppf(0.9875) * 0.05 / narrow) ** 2, rel=0.02)
+    # With few blocks, further ones also make Student's quantile smaller.
+    few = blocks_to_decide(by_rule, a_finding(by_rule, ratio, 5, **fields))
+    assert 0.05 * wanted < few < 0.07 * wanted  # by the quantile of five it would be 0.12
+
+
+def test_corrections_and_turns_that_foretell_more_take_more_blocks(record):
+    finding = a_finding(record, 1.05, 20)
+    wanted = blocks_to_decide(record, finding)
+    scattered = replace(finding.speed, turn_error=0.1)
+    for other in (replace(finding, family=4), replace(finding, speed=scattered)):
+        assert blocks_to_decide(record, other) > 1.2 * wanted
+    extended = with_plan(record, {"blocks": 4}, {"blocks": 6})
+    assert blocks_to_decide(extended, finding) > wanted
+    goal = Goal(question="", name="a:b", least=1.05 / 1.05, speed=finding.speed)
+    assert blocks_to_decide(record, goal) == wanted
+
+
+def test_what_cannot_be_decided_in_ten_times_the_time_is_left_out(record):
+    easy, hopeless = a_finding(record, 1.2, 6), a_finding(record, 1.001, 6)
+    decided = replace(hopeless, decision="equal")
+    found = extension_of(record, [easy, decided, hopeless])
+    assert found and found.blocks == blocks_to_decide(record, easy) < 60
+    assert found.seconds == pytest.approx(40 * found.blocks)
+    assert found.seconds_left == pytest.approx(40 * (found.blocks - 6))
+    alone = extension_of(record, [hopeless])
+    assert alone and alone.blocks > 60
+    for nothing in (decided, replace(hopeless, delay=0.5), replace(easy, speed=None)):
+        assert extension_of(record, [nothing]) is None
+
+
+def test_the_next_step_is_a_command(record):
+    report = Report(record)
+    assert report.next_step == ("", "")  # all is decided
+    report.verdicts = [a_finding(record, 1.2, 6)]
+    text, command = report.next_step
+    assert text.startswith("To decide more, measure about ") and " minutes more" in text
+    folder = str(record.folder)
+    words = shlex.split(command)
+    assert words[2:5] == [f"{folder}/record.jsonl", "--out", folder]
+    assert words[5] == "--blocks" and int(words[6]) > 6
+    by_rule = Report(with_plan(record, {"blocks": None, "until_interval": 0.1, "minutes": 4.2}))
+    by_rule.verdicts = report.verdicts
+    last, minutes = shlex.split(by_rule.next_step[1])[5:]
+    assert last == "--minutes" and int(minutes) >= 5
+    more = Report(with_plan(record, {"blocks": 9}))
+    assert more.next_step[0] == "This command continues the measurement:"
+    assert shlex.split(more.next_step[1]) == words[:5]
