@@ -31,10 +31,9 @@ APART = (
     "include any change of the machine in between, so none is given."
 )
 DISTURBED = "*"  # marks a figure of runs all of which other processes disturbed
-WIDE, NARROW = (
-    40,
-    22,
-)  # characters after which a cell's text is wrapped, if there is room and if not
+# Characters after which a cell's text is wrapped, if there is room and if not; and a column's name,
+# unless a figure is longer.
+WIDE, NARROW, SHORT = 40, 22, 8
 tabulate.MIN_PADDING = 0  # of headers: tables are to fit into a terminal
 
 
@@ -461,46 +460,52 @@ def escaped(text: str) -> str:
 
 def table_text(table: Table, markdown: bool = False) -> str:
     """Return a table as Markdown, or for the terminal. Long texts are wrapped there; a table that
-    is wider than the terminal (80 characters if there is none) is cut into parts, each with the
-    names of the rows, which stand below each other."""
-    headers = [column.name for column in table.columns]
-    cells = [[f"{cell.text} {cell.aside}".rstrip() for cell in row] for row in table.rows]
+    is wider than the terminal (80 characters if there is none) is cut into parts, which stand below
+    each other, each with the names of the rows."""
+    texts = [[f"{cell.text} {cell.aside}".rstrip() for cell in row] for row in table.rows]
+    columns = [
+        [column.name, *(row[place] for row in texts)] for place, column in enumerate(table.columns)
+    ]
+    places = range(len(columns))
     if markdown:
-        cells = [[escaped(cell) for cell in line] for line in cells]
-        return grid_text(table, headers, cells, range(len(headers)), "pipe")
-    wrapper = textwrap.TextWrapper(8, break_long_words=False, break_on_hyphens=False)
-    headers = [wrapper.fill(name) for name in headers]
+        return grid_text(table, [[*map(escaped, column)] for column in columns], places, "pipe")
     room = shutil.get_terminal_size().columns
-
-    def is_too_wide(places: Sequence[int]) -> bool:
-        columns = [[headers[place], *(line[place] for line in shown)] for place in places]
-        widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
-        return sum(widths) + 2 * (len(widths) - 1) > room
-
-    for wrapper.width in (WIDE, NARROW):
-        shown = [[wrapper.fill(cell) for cell in line] for line in cells]
-        if not is_too_wide(range(len(headers))):
+    for most in (WIDE, NARROW):
+        wrapped = [wrapped_column(column, most) for column in columns]
+        if width_of(wrapped) <= room:
             break
-    keys, others = range(table.keys), range(table.keys, len(headers))
+    keys, others = places[: table.keys], places[table.keys :]
     for number in range(1, len(others) + 1):
         size = math.ceil(len(others) / number)
         parts = [(*keys, *others[at : at + size]) for at in range(0, len(others), size)]
-        if not any(map(is_too_wide, parts)):
+        if all(width_of([wrapped[place] for place in part]) <= room for part in parts):
             break
-    return "\n\n".join(grid_text(table, headers, shown, part, "simple") for part in parts)
+    return "\n\n".join(grid_text(table, wrapped, part, "simple") for part in parts)
+
+
+def wrapped_column(column: Sequence[str], most: int) -> list[str]:
+    """Return a column, its name first, with texts wrapped after `most` characters. Its name is
+    wrapped after SHORT, but no earlier than its longest figure ends."""
+    name, *texts = column
+    wrapper = textwrap.TextWrapper(most, break_long_words=False, break_on_hyphens=False)
+    wrapped = [wrapper.fill(text) for text in texts]
+    wrapper.width = max(SHORT, width_of([wrapped]))
+    return [wrapper.fill(name), *wrapped]
+
+
+def width_of(columns: Sequence[Sequence[str]]) -> int:
+    """Return the width of a table of these columns, with two spaces between them."""
+    widths = [max(len(line) for line in "\n".join(column).split("\n")) for column in columns]
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def grid_text(
-    table: Table,
-    headers: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    places: Sequence[int],
-    form: str,
+    table: Table, columns: Sequence[Sequence[str]], places: Sequence[int], form: str
 ) -> str:
-    """Return the columns of a table at these places as text."""
+    """Return the columns of a table at these places, their names first, as text."""
     return tabulate.tabulate(
-        [[line[place] for place in places] for line in cells],
-        [headers[place] for place in places],
+        [*zip(*(columns[place] for place in places), strict=True)],
+        headers="firstrow",
         tablefmt=form,
         disable_numparse=True,
         colalign=["right" if table.columns[place].is_number else "left" for place in places],
