@@ -308,6 +308,14 @@ def test_print_has_light_colours_and_no_buttons(browser, pages, name):
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == "rgb(255, 255, 255)"
         assert not page.locator(".tools").first.is_visible()
+        verdict = page.locator("#verdict").bounding_box()
+        assert verdict["y"] + verdict["height"] < 680 * 267 / 180  # on the first page
+        folded = page.locator("details:not([open])")
+        before = folded.count()
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert before > folded.count() == 0  # such as the commands
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert folded.count() == before
         assert page.evaluate(FAULTS) == []
         assert len(page.pdf(format="A4")) > 10_000
 
