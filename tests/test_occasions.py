@@ -80,7 +80,8 @@ def two_comparisons(folder: Path, **environment: object) -> list[Report]:
     return [Report(read_comparison(folder)) for folder in folders]
 
 
-def test_comparisons_of_one_question_are_summarized(tmp_path):
+def test_comparisons_of_one_question_are_summarized(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # no cell is wrapped
     same = {"git_commit": "f" * 40, "hosts": ["another"], "gpu_clock_mhz": 1700.0}
     variables = {"CUDA_VISIBLE_DEVICES": "3"}
     reports = two_comparisons(tmp_path, **same, variables=variables)

@@ -24,7 +24,6 @@ from compare.page.chart import (
     bar,
     linear,
 )
-from compare.page.headline import kind
 from compare.page.report import Report
 from compare.page.sentences import interval_text
 from compare.page.tables import PHASES
@@ -98,8 +97,9 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot:
         at = place_text(verdict.case, verdict.workers) if len(places) > 1 else ""
         name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", at)))
         layers += verdict_layers(len(rows), name, verdict)
-        decision = kind(verdict) if verdict.is_null_test else verdict.decision
-        rows.append(PlotRow(len(rows), name, decision))
+        rows.append(PlotRow(len(rows), name, verdict.decision))
+    if any(row.shown != row.name for row in rows):  # no room: hollow marks tell what is undecided
+        rows = [replace(row, value="") for row in rows]
     most = max([0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0])])
     ticks = linear([max(0.02, 1 - most), 1 + most]).ticks
     margins = " or ".join(dict.fromkeys(f"{100 * verdict.margin:g}" for verdict in measured))
