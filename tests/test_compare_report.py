@@ -473,10 +473,12 @@ OWN = {"first_label": "A over MPI", "second_label": "B over MPI", "decision": "f
             {"speed": None, "second_label": "my own"},
             "No verdict on A over MPI and my own: no block was completed by both.",
         ),
-        ({"first_label": "mine", "workers": 0}, "mine trained 1.25 (1.00 to 1.56) times as fast "
-         "as B over MPI."),
+        (
+            {"first_label": "a", "second_label": "b", "workers": 0, "decision": "slower"},
+            "b trained 0.80 (0.64 to 1.00) times as fast as a.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_headline_of_one_pair(folder, fields, words):
     verdict, _ = Report(read_comparison(folder)).verdicts
     assert headline([replace(verdict, **{**OWN, "speed": a_speed(1.25), **fields})], []) == [words]

@@ -34,9 +34,11 @@ def headline(verdicts: Sequence[Verdict], goals: Sequence[Goal]) -> list[str]:
         sentences = counted(goals, pairs, is_placed)
     else:
         sentences = listed(goals, pairs, is_placed)
-    scripts = tuple(one.first_label for one in verdicts if not one.workers)  # a user's own names
+    # A user's own names keep their first letter.
+    own = {name for one in pairs if not one.workers for name in (one.first_label, one.second_label)}
     return [
-        text if text.startswith(scripts) else f"{text[0].upper()}{text[1:]}" for text in sentences
+        text if text.startswith(tuple(own)) else f"{text[0].upper()}{text[1:]}"
+        for text in sentences
     ]
 
 
