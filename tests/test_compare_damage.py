@@ -20,6 +20,7 @@ from test_compare_turns import by_turns
 
 from compare import keep, report
 from compare.evidence.record import FILE, BlockLine, Record, read_comparison, record_to_write
+from compare.page.report import Report
 from compare.plan.plan_file import plan_record
 from compare.running.comparison import record_plan
 from recipe.errors import UserError
@@ -90,6 +91,9 @@ def test_a_changed_record_is_one_line_and_decides_nothing(damage, folder, capsys
     made, number, message, whole = CHANGED[damage]
     change_bytes(folder, made)
     assert decisions(folder) == {"undecided"}
+    told = Report(Record.open(folder))
+    assert told.headline == ["Nothing is decided: part of the record cannot be read."]
+    assert told.next_step == ("", "")
     line = unreadable(folder, capsys)
     assert f"{folder / FILE}, line {number}: " in line and message in line
     with (
