@@ -40,15 +40,19 @@ from compare.plan.plan_file import plan_table
 from recipe.record.schema import Environment
 from recipe.settings.flags import Config
 
-# The fields of environment.json that describe machine and software.
-ENVIRONMENT = [
-    field.name
-    for field in fields(Environment)
-    if field.name not in (
-        "format", "engine", "version", "world_size", "local_size", "rank_hosts", "variables",
-        "command", "started_utc",
-    )
-]  # fmt: skip
+# The fields of environment.json that describe a run. The others describe machine and software.
+OF_THE_RUN = {
+    "format",
+    "engine",
+    "version",
+    "world_size",
+    "local_size",
+    "rank_hosts",
+    "variables",
+    "command",
+    "started_utc",
+}
+ENVIRONMENT = [field.name for field in fields(Environment) if field.name not in OF_THE_RUN]
 # The flags and the variable by which a record shows whether an engine is stock.
 # Earlier records do not have SLEEP.
 VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_yield_when_idle"

@@ -157,54 +157,104 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
 
 
 TRAININGS = (
-    Column("start and end, s", "startup_seconds", "{:,.1f}",
-           "Medians over runs; those of times, input and energy leave out runs that other "
-           "processes disturbed, unless they disturbed all (*). Start and end: from the launcher's "
-           "start to its end, without the training clock.", is_timed=True),
+    Column(
+        "start and end, s",
+        "startup_seconds",
+        "{:,.1f}",
+        "Medians over runs; those of times, input and energy leave out runs that other "
+        "processes disturbed, unless they disturbed all (*). Start and end: from the launcher's "
+        "start to its end, without the training clock.",
+        is_timed=True,
+    ),
     Column("training, s", "train_seconds", "{:,.1f}", is_timed=True),
-    Column("evaluation, s", "evaluation_seconds", "{:,.1f}",
-           "Evaluation: checkpoints included.", is_timed=True),
+    Column(
+        "evaluation, s",
+        "evaluation_seconds",
+        "{:,.1f}",
+        "Evaluation: checkpoints included.",
+        is_timed=True,
+    ),
     Column("top-1, %", "top1", "{:.2f}", "Top-1, top-5 and loss: of the last validation."),
     Column("top-5, %", "top5", "{:.2f}"),
     Column("loss", "loss", "{:.4g}"),
-    Column("weights", "weights", is_number=False,
-           note="Weights: whether the final weights are bit-equal to those of the first "
-           "configuration in the same block."),
+    Column(
+        "weights",
+        "weights",
+        is_number=False,
+        note="Weights: whether the final weights are bit-equal to those of the first "
+        "configuration in the same block.",
+    ),
     Column("runs", lambda row: counted(row["runs"], row["planned_runs"])),
-)  # fmt: skip
+)
 RESOURCES = (
-    Column("memory, MB", "peak_memory", "{:,.0f}",
-           "Memory: of the worker that uses most, with an interval from three runs on.",
-           scale=1e-6),
-    Column("slowest / median rank", "straggler_ratio", "{:.3f}", is_optional=True,
-           note="Slowest / median rank: the ratio of their times for forward and backward."),
-    Column("network, MB a step", "network_bytes_per_step", "{:,.1f}", scale=1e-6, is_optional=True,
-           note="Network: what the hosts' interfaces sent for all processes from the first step "
-           "to the end, loopback and validation included; messages through shared memory do not "
-           "count."),
-    Column("GPU J per image", "gpu_joules_per_image", is_optional=True, is_timed=True,
-           note="Energy: of the GPU by NVML, of the processor by RAPL."),
+    Column(
+        "memory, MB",
+        "peak_memory",
+        "{:,.0f}",
+        "Memory: of the worker that uses most, with an interval from three runs on.",
+        scale=1e-6,
+    ),
+    Column(
+        "slowest / median rank",
+        "straggler_ratio",
+        "{:.3f}",
+        is_optional=True,
+        note="Slowest / median rank: the ratio of their times for forward and backward.",
+    ),
+    Column(
+        "network, MB a step",
+        "network_bytes_per_step",
+        "{:,.1f}",
+        scale=1e-6,
+        is_optional=True,
+        note="Network: what the hosts' interfaces sent for all processes from the first step "
+        "to the end, loopback and validation included; messages through shared memory do not "
+        "count.",
+    ),
+    Column(
+        "GPU J per image",
+        "gpu_joules_per_image",
+        is_optional=True,
+        is_timed=True,
+        note="Energy: of the GPU by NVML, of the processor by RAPL.",
+    ),
     Column("GPU watts", "gpu_watts", "{:,.0f}", is_optional=True, is_timed=True),
     Column("GPU busy, %", "gpu_utilization_percent", "{:.0f}", is_optional=True, is_timed=True),
     Column("CPU J per image", "cpu_joules_per_image", is_optional=True, is_timed=True),
-)  # fmt: skip
+)
 # Added if a plan runs a rung of the ladder beside the two engines.
 LADDER = (
-    Column("bubble, %", "bubble_share", "{:.0f}", scale=100, is_optional=True,
-           note="Bubble: the share of a step in which a stage of the pipeline has no work, as the "
-           "mean over stages."),
-    Column("staleness, updates", "staleness", "{:.2f}", is_optional=True,
-           note="Staleness: how many updates the weights are ahead of those that a gradient was "
-           "computed from, on average."),
-)  # fmt: skip
+    Column(
+        "bubble, %",
+        "bubble_share",
+        "{:.0f}",
+        scale=100,
+        is_optional=True,
+        note="Bubble: the share of a step in which a stage of the pipeline has no work, as the "
+        "mean over stages.",
+    ),
+    Column(
+        "staleness, updates",
+        "staleness",
+        "{:.2f}",
+        is_optional=True,
+        note="Staleness: how many updates the weights are ahead of those that a gradient was "
+        "computed from, on average.",
+    ),
+)
 INPUT = (
-    Column("images/s", "images_per_second", is_optional=True, is_timed=True,
-           note="What all workers read during whole trainings, which is not the most that the "
-           "input can deliver, and the share of the step time spent waiting for it."),
+    Column(
+        "images/s",
+        "images_per_second",
+        is_optional=True,
+        is_timed=True,
+        note="What all workers read during whole trainings, which is not the most that the "
+        "input can deliver, and the share of the step time spent waiting for it.",
+    ),
     Column("files/s", "files_per_second", is_optional=True, is_timed=True),
     Column("MB/s", "megabytes_per_second", is_optional=True, is_timed=True),
     Column("input wait, %", "wait_share", "{:.2f}", scale=100, is_optional=True, is_timed=True),
-)  # fmt: skip
+)
 
 
 # A step's phases: the field of their seconds, their name in words, and how the page draws them.
@@ -219,10 +269,12 @@ PHASES = {
 }
 # The first word of each name: on a terminal the table must fit into 100 columns.
 PHASE_COLUMNS = [
-    *(Column(words.split()[0], field, scale=1000, is_optional=True)
-      for field, (words, *_) in PHASES.items()),
+    *(
+        Column(words.split()[0], field, scale=1000, is_optional=True)
+        for field, (words, *_) in PHASES.items()
+    ),
     Column("step", "step_seconds", scale=1000),
-]  # fmt: skip
+]
 
 
 def all_tables(report: Report) -> list[Table]:
