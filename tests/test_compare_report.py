@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -24,7 +25,7 @@ from compare.evidence.record import read_comparison
 from compare.evidence.rows import speed_rows, training_rows
 from compare.page.chart import INK, Plot
 from compare.page.formats import as_page, wrapped
-from compare.page.headline import headline
+from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
 from compare.page.plots import draw_plots
 from compare.page.report import Report
 from compare.plan.configurations import Configuration
@@ -511,6 +512,21 @@ def test_the_headline_tells_a_goal_in_place_of_its_pair(folder):
         "Goal ddp-torchrun / horovod-mpi ≥ 1.200: reached, 1.250 (1.000 to 1.562)."
     ]
     assert headline([], [reached] * 7 + [goal])[0] == "8 goals: 7 reached, 1 not shown."
+
+
+def test_the_headline_of_occasions_tells_each_pair_and_no_interaction():
+    def row(second: str, ratio: float) -> dict[str, Any]:
+        names = {"first_label": "A over MPI", "second_label": second, "case": "", "workers": 2}
+        return {**names, "found": (None, None), "pooled": a_speed(ratio, 1.1)}
+
+    interaction = {**row("that over Gloo", 2.0), "first_label": f"{OF_ENGINES} over MPI"}
+    rows = [row("B over MPI", 1.25), row("A over Gloo", 0.5), row("C", 1.0), interaction]
+    assert headline_of_occasions(rows) == (
+        "Over 2 occasions: over MPI A trained 1.25 (1.14 to 1.38) times as fast as B; A over Gloo "
+        "trained 2.00 (1.82 to 2.20) times as fast as A over MPI; A over MPI trained 0.91 to 1.10 "
+        "times as fast as C (undecided)."
+    )
+    assert headline_of_occasions([]) == ""
 
 
 CASES = a_plan(

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 from compare.evidence.goals import Goal
 from compare.evidence.paired import MIN_BLOCKS, Estimate
@@ -19,6 +20,7 @@ from compare.page.sentences import (
 )
 
 MOST_LISTED = 6  # findings that a few sentences can hold; of more, most are only counted
+OF_ENGINES = "the ratio DDP / Horovod"  # begins the name of an interaction
 DIFFERENT, EQUAL, UNDECIDED, UNFINISHED = "different", "equal", "undecided", "not finished"
 
 
@@ -104,11 +106,8 @@ def clause(verdict: Verdict, is_placed: bool) -> str:
         return f"{lead}{claim(verdict)}{shown}"
     if verdict.decision == "slower":
         speed, labels = speed.inverse(), labels[::-1]
-    (first, _, over), (second, _, other) = (label.partition(" over ") for label in labels)
-    if over and over == other:
-        lead += f"over {over} "
-    else:
-        first, second = labels
+    over, first, second = shortened(*labels)
+    lead += over
     ratio, remark = f"{ratio_text(speed)} ({ends_text(speed)})", luck_text(speed)
     if way == EQUAL:
         return f"{lead}{first} and {second} are equally fast within {bound_text(speed)}{remark}"
@@ -117,6 +116,33 @@ def clause(verdict: Verdict, is_placed: bool) -> str:
         if speed.low and speed.high and not speed.low <= 1 <= speed.high:
             remark += f", before the correction for {verdict.family} verdicts"
     return f"{lead}{first} trained {ratio} times as fast as {second}{remark}"
+
+
+def shortened(first: str, second: str) -> tuple[str, str, str]:
+    """Return the transport that two labels share, as the begin of a sentence, and the labels
+    without it; an empty text and the labels if they share none."""
+    (one, _, over), (other, _, its) = (label.partition(" over ") for label in (first, second))
+    return (f"over {over} ", one, other) if over and over == its else ("", first, second)
+
+
+def headline_of_occasions(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return in a sentence what several occasions say together of each pair, of as many pairs as it
+    can hold; "" without rows. `rows`: of `over_occasions`."""
+    pairs = [row for row in rows if not row["first_label"].startswith(OF_ENGINES)]
+    is_placed = len({(row["case"], row["workers"]) for row in pairs}) > 1
+    texts = []
+    for row in pairs[:MOST_LISTED]:
+        place = f"at {place_text(row['case'], row['workers'])}, " if is_placed else ""
+        speed, labels = row["pooled"], (row["first_label"], row["second_label"])
+        if speed.high < 1:
+            speed, labels = speed.inverse(), labels[::-1]
+        over, first, second = shortened(*labels)
+        figures, remark = f"{ratio_text(speed)} ({ends_text(speed)})", ""
+        if speed.low <= 1:
+            figures, remark = ends_text(speed), " (undecided)"
+        texts.append(f"{place}{over}{first} trained {figures} times as fast as {second}{remark}")
+    occasions = count(len(rows[0]["found"]) if rows else 0, "occasion")
+    return f"Over {occasions}: {'; '.join(texts)}." if texts else ""
 
 
 def goal_clause(goal: Goal, is_placed: bool) -> str:

@@ -31,7 +31,7 @@ from compare.evidence.words import (
     time_text,
     without_paths,
 )
-from compare.page.headline import headline
+from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
 from compare.page.labels import labels_of
 from compare.page.sentences import correction_text
 from compare.plan.configurations import ENGINES, PEERS
@@ -147,7 +147,7 @@ class Report:
         finished = {(v.case, v.workers) for v in judged.values()}
         over = [*dict.fromkeys(transport for _, transport in self.record.square)]
         return {key: v.speed for key, v in judged.items() if v.speed} | {
-            (*place, f"the ratio DDP / Horovod over {over[0]}", f"that over {over[1]}"): speed
+            (*place, f"{OF_ENGINES} over {over[0]}", f"that over {over[1]}"): speed
             for place, speed in self.interactions.items()
             if place in finished and speed.error
         }
@@ -331,6 +331,7 @@ class SideBySide:
         others = [name for name, texts in self.differences.items() if asks_other(name, texts)]
         pooled = over_occasions([report.ratios for report in reports])
         self.occasions = [] if others else pooled
+        self.headline = headline_of_occasions(self.occasions)
         self.not_pooled = ""
         if pooled and others:
             self.not_pooled = (
