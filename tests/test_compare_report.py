@@ -523,8 +523,8 @@ def test_the_headline_of_occasions_tells_each_pair_and_no_interaction():
     rows = [row("B over MPI", 1.25), row("A over Gloo", 0.5), row("C", 1.0), interaction]
     assert headline_of_occasions(rows) == (
         "Over 2 occasions: over MPI A trained 1.25 (1.14 to 1.38) times as fast as B; A over Gloo "
-        "trained 2.00 (1.82 to 2.20) times as fast as A over MPI; A over MPI trained 0.91 to 1.10 "
-        "times as fast as C (undecided)."
+        "trained 2.00 (1.82 to 2.20) times as fast as A over MPI; A over MPI trained 0.909 to "
+        "1.100 times as fast as C (undecided)."
     )
     assert headline_of_occasions([]) == ""
 
