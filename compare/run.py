@@ -37,6 +37,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from compare.evidence.paired import INTERVAL, MIN_BLOCKS
 from compare.evidence.record import Record, newest_comparison, record_to_write
+from compare.evidence.stopping import MOST_STRETCH
 from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import (
@@ -311,10 +312,13 @@ def print_outlook(plan: Plan, record: Record) -> None:
         runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, "
     until = (
         f"at least {MIN_BLOCKS}, until the {INTERVAL} of each pair is within "
-        f"+-{percentage(plan.until_interval)}, or for {plan.minutes:g} undisturbed minutes"
+        f"+-{percentage(plan.until_interval)}, or for {plan.minutes:g} undisturbed minutes (where "
+        f"other processes use the cores, {MOST_STRETCH * plan.minutes:g} in all)"
     )
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     print(f"{runs}into {record.folder}; blocks {how}: {plan.blocks or until}")
+    if plan.time:
+        print(f"{plan.plan_file} as it is takes {plan.time}")
 
 
 def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from compare.evidence.record import FILE, BlockLine, Record, SideLine, with_digests
 from compare.evidence.runs import NO_SETTINGS, RunRecord
+from compare.evidence.stopping import BlockCost
 from compare.evidence.turns import Block, Turn
 from compare.evidence.verdicts import Verdict, judge
 from compare.page.labels import labels_of
@@ -266,8 +267,9 @@ def drop_runs(folder: Path, *places: str) -> None:
 
 
 class MadeUpBlocks:
-    """Stands for run_blocks: a block takes a minute, and each side has a speed of its own, which
-    scatters. It notes what it has measured. `error`, if there is one, comes after so many blocks.
+    """Stands for run_blocks: a block of 8 rounds takes a minute, and each side has a speed of its
+    own, which scatters. It notes what it has measured. `error`, if there is one, comes after so
+    many blocks.
     """
 
     def __init__(self, speed: Callable[[Run], float], scatter: float, unit: str = "images") -> None:
@@ -275,6 +277,7 @@ class MadeUpBlocks:
         self.speed, self.scatter, self.disturbed = speed, scatter, 0.0
         self.error: BaseException | None = None
         self.error_after = 0
+        self.cost = BlockCost(start=20.0, round=5.0)
         self.folders, self.orders = list[Path](), list[tuple[str, ...]]()
 
     def __call__(
@@ -283,27 +286,34 @@ class MadeUpBlocks:
         plan: Plan,
         folder: Path,
         report: Callable[[str], None],
+        choose_rounds: Callable[[BlockCost, str, int], int],
     ) -> list[BlockLine]:
         if self.error is not None and len(self.folders) >= self.error_after:
             raise self.error
         self.folders.append(folder)
-        return [self.line(sides, plan) for sides in cases]
+        places = [(sides[0].case, sides[0].workers) for sides in cases]
+        return [
+            self.line(sides, choose_rounds(self.cost, *place))
+            for sides, place in zip(cases, places, strict=True)
+        ]
 
-    def line(self, sides: Sequence[Run], plan: Plan) -> BlockLine:
+    def line(self, sides: Sequence[Run], rounds: int) -> BlockLine:
         noise = random.Random(sides[0].block)  # the same in every folder
         speeds = [
             (side.side, at, self.speed(side) * noise.lognormvariate(0.0, self.scatter))
-            for at in range(plan.rounds)
+            for at in range(rounds)
             for side in sides
         ]
         turns = tuple(Turn(name, at, 64 / speed, 64, 0.001) for name, at, speed in speeds)
-        order, seconds = tuple(side.side for side in sides), 60.0 + self.disturbed
+        order, start = tuple(side.side for side in sides), self.cost.start
+        seconds = start + rounds * self.cost.round + self.disturbed
         block = Block(
             sides[0].block,
             order,
             turns,
             steps=dict.fromkeys(order, 1),
             seconds=seconds,
+            start_seconds=start,
             disturbed_seconds=self.disturbed,
             unit=self.unit,
         )

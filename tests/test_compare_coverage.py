@@ -25,7 +25,14 @@ from compare.evidence.paired import (
     confidence_after,
     estimate_logs,
 )
-from compare.evidence.stopping import is_enough, reason_to_stop
+from compare.evidence.stopping import (
+    MIN_ROUNDS,
+    BlockCost,
+    is_enough,
+    launch_share,
+    narrowest_rounds,
+    reason_to_stop,
+)
 from compare.evidence.turns import Block
 from compare.evidence.verdicts import DIFFERENT, Verdict, decided
 from compare.plan.blocks import ROUNDS
@@ -178,6 +185,39 @@ def test_intervals_that_their_width_ended_cover_as_often_as_others(sides, noise,
     for covered in is_covered.values():
         assert not covered or mean(covered) >= 0.935 - 2 * math.sqrt(0.06 / len(covered))
     assert bool(is_covered[True]) == (noise < {2: 0.035, 4: 0.025}[sides])
+
+
+@pytest.mark.parametrize("launch", [0.0065, 0.03])
+@pytest.mark.parametrize(
+    ("sides", "cost"), [(2, BlockCost(10, 2)), (4, BlockCost(15, 4)), (4, BlockCost(95, 10))]
+)
+def test_the_interval_covers_the_truth_where_rounds_follow_from_scatter(sides, cost, launch):
+    """Blocks that scatter much by chance are followed by more and shorter ones."""
+    random, plan, found = np.random.default_rng(31), Plan(minutes=MINUTES), list[list[Estimate]]()
+    pairs = [pair for pair in PAIRS if max(pair) < sides]
+    powers = np.array([[(side == a) - (side == b) for a, b in pairs] for side in range(sides)])
+    for _ in range(EXPERIMENTS):
+        logs, scatter, taken, used = list[Array](), list[Array](), list[int](), 0.0
+        estimates = list[Estimate]()
+        while True:
+            launches = launch_share(estimates, sides, taken)
+            rounds = narrowest_rounds(cost, 60 * MINUTES - used, taken, launches)
+            speeds = random.normal(TRUTH[:sides], TURN, (rounds, sides))
+            speeds += random.normal(0, launch, sides)
+            logs.append(log_throughput(speeds) @ powers)
+            scatter.append((speeds @ powers).var(axis=0, ddof=1) / rounds)
+            taken.append(rounds)
+            used += cost.start + rounds * cost.round
+            errors = np.sqrt(np.sum(scatter, axis=0)) / len(taken)
+            estimates = [
+                replace(estimate_logs(own), turn_error=error)
+                for own, error in zip(np.transpose(logs).tolist(), errors.tolist(), strict=True)
+            ]
+            least = cost.start + MIN_ROUNDS * cost.round
+            if reason_to_stop(estimates, len(taken), used, least, plan):
+                break
+        found.append(estimates)
+    assert_covered(found)
 
 
 @pytest.mark.parametrize("ratio", [1.03, 1.04, 1.055, 1.08])

@@ -28,7 +28,7 @@ from compare import run as run_module
 from compare.evidence import turns
 from compare.evidence.group import Group
 from compare.evidence.record import FILE, Record
-from compare.evidence.stopping import next_groups
+from compare.evidence.stopping import BlockCost, next_groups
 from compare.evidence.turns import Turn, quiet_load
 from compare.plan import plan_file
 from compare.plan.blocks import DELAY
@@ -78,7 +78,13 @@ def trainer(name: str = "ddp-torchrun", flags: str = "--batch-size 8", **changes
     return Run(1, configuration, 2, 1, flags=(*flags.split(), "--no-cuda", "--threads", "1"))
 
 
-PLAN = Plan(steps=5, rounds=2)
+PLAN = Plan(steps=5)
+
+
+def two_rounds(*_: object) -> int:
+    return 2
+
+
 SMALL = "--arch shufflenet_v2_x0_5 --train-crop-size 16 --batch-size 4"
 
 
@@ -116,7 +122,7 @@ class MadeUp(Scheduler):
     quiet_cores = 0.25
 
     def __init__(self, paces: dict[str, float], *loads: float, **plan: Any) -> None:
-        self.paces, self.loads, self.plan = paces, list(loads), Plan(rounds=2, **plan)
+        self.paces, self.loads, self.plan = paces, list(loads), Plan(**plan)
         self.steps = dict.fromkeys(paces, 1)
 
     def pace(self, side: Run) -> float:
@@ -156,7 +162,7 @@ def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones(
 ) -> None:
     monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
     scheduler, lines = MadeUp({"a": 1.0, "b": 2.0}, 0.5, 0.1, 0.2, 0.9, 0.8, 0.7, 0.6), list[str]()
-    taken, seconds = scheduler.take_rounds([side("a"), side("b")], lines.append)
+    taken, seconds = scheduler.take_rounds([side("a"), side("b")], 2, lines.append)
     assert [(t.side, t.round, t.other_load, t.purpose) for t in taken] == [
         ("a", 0, 0.5, "disturbed"),
         ("a", 0, 0.1, "speed"),
@@ -168,7 +174,10 @@ def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones(
         ("a", 1, 0.0, "speed"),
     ]
     assert seconds > 0
-    assert lines == ["round 1 of 2, 0 turns taken again", "round 2 of 2, 1 turns taken again"]
+    assert lines == [  # each side takes one step a turn, behind a lead-in
+        "round 1 of 2, 0 turns taken again, about 12 s more of this block",
+        "round 2 of 2, 1 turns taken again, about 6 s more of this block",
+    ]
 
 
 def ranks(*each: tuple[float, float, float, str]) -> list[Rank]:
@@ -290,7 +299,7 @@ def test_sides_take_turns_and_leave_nothing(
     ]
     lines: list[str] = []
     folder = tmp_path / "block-1"
-    [line] = run_blocks([sides], Plan(rounds=2), folder, lines.append)
+    [line] = run_blocks([sides], Plan(), folder, lines.append, two_rounds)
     found = line.block
     assert marked(str(tmp_path)) == []
     assert [turn.side for turn in found.of("trial")] == ["one", "pair"]
@@ -330,11 +339,10 @@ def test_one_launch_measures_all_cases(tmp_path: Path, monkeypatch: pytest.Monke
         side={"a": script, "b": script},
         configurations=("a", "b"),
         case={"small": Case(), "large": Case()},
-        rounds=2,
     )
     cases, lines = [plan.in_order(1, *group) for group in plan.groups()], list[str]()
     began = time.monotonic()
-    measured = run_blocks(cases, plan, tmp_path / "block-1", lines.append)
+    measured = run_blocks(cases, plan, tmp_path / "block-1", lines.append, two_rounds)
     blocks = [line.block for line in measured]
     assert [line.case for line in measured] == ["small", "large"]
     seconds = time.monotonic() - began
@@ -493,7 +501,7 @@ def test_sides_that_do_not_fit_together_are_told_from_others(tmp_path: Path) -> 
         log = tmp_path / f"block-1.failed-{attempt}/large/0/output.log"
         said = "large ended .* memory together: give --measure runs(.|\n)*not now\n  all of it: "
         with pytest.raises(MeasurementError, match=f"{said}{re.escape(str(log))}$"):
-            run_blocks([sides], PLAN, tmp_path / "block-1", print)
+            run_blocks([sides], PLAN, tmp_path / "block-1", print, two_rounds)
         assert log.exists()
 
 
@@ -535,9 +543,9 @@ DistributedDataParallel.forward = lambda network, *images: network.module(*image
 
 @pytest.mark.launch
 def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) -> None:
-    folder, skips, plan = tmp_path / "block-1", tmp_path / "skips", Plan(steps=2, rounds=3)
+    folder, skips, plan = tmp_path / "block-1", tmp_path / "skips", Plan(steps=2)
     honest = trainer(flags=SMALL)
-    block = run_blocks([[honest]], plan, folder, print)[0].block
+    block = run_blocks([[honest]], plan, folder, print, lambda *_: 3)[0].block
     assert {turn.images for turn in block.turns} == {16}
     assert [turn.round for turn in block.of("speed")] == [0, 1, 2] and len(
         block.of("ablation")
@@ -548,7 +556,7 @@ def test_a_side_that_skips_the_exchange_of_gradients_is_refused(tmp_path: Path) 
     (skips / "sitecustomize.py").write_text(SKIPS)
     cheat = trainer(flags=SMALL, environment={"PYTHONPATH": str(skips)})
     with pytest.raises(MeasurementError, match="ranks ended with 2 different weights"):
-        run_blocks([[cheat]], plan, tmp_path / "block-2", print)
+        run_blocks([[cheat]], plan, tmp_path / "block-2", print, two_rounds)
 
 
 # Runs a trainer as a side does, and says what a step behind the warm-up loads, opens or writes.
@@ -621,7 +629,7 @@ def ends_of(folder: Path) -> list[tuple[Any, ...]]:
     return [(plan["blocks"], plan["until_interval"], plan["minutes"]) for plan in plans]
 
 
-IN_BLOCKS = Plan(full_runs=0, order_seed=1)
+IN_BLOCKS = Plan(full_runs=0, order_seed=1, rounds=8)
 
 
 def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
@@ -631,13 +639,35 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
     [group] = record.groups
     estimate = group.estimates[FIRST, SECOND]
     assert estimate.blocks == len(bench.folders) > 3 and estimate.relative_half_width <= 0.03
-    *of_blocks, last, counted = capsys.readouterr().out.splitlines()
+    begin, *of_blocks, last, counted = capsys.readouterr().out.splitlines()
+    assert begin == "now blocks of turns: up to 10 min, but at least 3 blocks"
     assert len(of_blocks) == len(bench.folders)
     assert of_blocks[0].startswith(f"block 1, 2 workers   {FIRST} / {SECOND} 1.")
     assert f" +-{100 * estimate.relative_half_width:.2g} %" in of_blocks[-1]
     assert "the interval of every pair is within" in last
     assert re.fullmatch(r"Turns that count: \d+ s, [\d.]+ % of the blocks\.", counted)
     assert all(a == b[::-1] for a, b in zip(bench.orders[::2], bench.orders[1::2], strict=True))
+
+
+def test_rounds_follow_from_what_blocks_cost_and_fill_the_minutes(bench, tmp_path, capsys):
+    bench.scatter = 0.3
+    free = structs.replace(IN_BLOCKS, rounds=None)
+    by_cost = ((5, 20.0, [6] * 6), (10, 100.0, [10] * 4), (1, 40.0, [4] * 3))
+    for minutes, seconds, expected in by_cost:
+        bench.cost = BlockCost(seconds, 5.0)
+        folder = tmp_path / str(minutes)
+        folder.mkdir()
+        blocks = measure(structs.replace(free, minutes=minutes), folder).groups[0].turns
+        assert [block.num_rounds for block in blocks] == expected
+    assert "up to 2 min left" in capsys.readouterr().out  # three blocks are the least
+
+
+def test_other_processes_stretch_the_minutes_to_twice_their_length(bench, tmp_path, capsys):
+    bench.scatter, bench.disturbed = 0.3, 120.0
+    measure(structs.replace(IN_BLOCKS, minutes=8), tmp_path)
+    told = capsys.readouterr().out
+    assert len(bench.folders) == 5 and "up to 13 min left" in told  # a block takes three minutes
+    assert "another would end later than 2 times --minutes 8" in told
 
 
 def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, capsys):

@@ -1,20 +1,102 @@
-"""When a measurement knows enough: run.py asks after each block, and the report asks again.
+"""When a measurement knows enough, and how many rounds its next block has.
 
-Both call the same functions, so that the live line says what the report will say. The simulations
-behind the rule are in docs/statistics.md; tests/test_compare_coverage.py repeats most of them.
+run.py asks before each block, and the report asks again, by the same functions, so that the live
+line says what the report will say. Only times and scatter decide anything here, never where a ratio
+lies: whoever stops, or measures more, where it suits, finds differences that do not exist. The
+simulations behind the rules are in docs/statistics.md; tests/test_compare_coverage.py repeats most
+of them.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
 
 from compare.evidence.group import Group
-from compare.evidence.paired import MIN_BLOCKS, Estimate, student_quantile
+from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
+from compare.plan.blocks import ROUNDS
 from compare.plan.plan import Plan, percentage
 
 MIN_DEGREES_TO_STOP = 9  # degrees of freedom an interval needs to end a measurement: ten blocks
 # Standard error from blocks / standard error from their turns, in the records under results/:
 # launches add to it.
 BLOCKS_OVER_TURNS = math.sqrt(1.2)
+# Variance of a side's speed from launch to launch / from turn to turn, in the same records, and the
+# degrees of freedom that this is worth beside what is being measured.
+LAUNCH_SHARE, LAUNCH_DEGREES = 1 / 40, 8
+MIN_ROUNDS, MOST_ROUNDS = 4, 200  # in a block, where they follow from what was measured
+MOST_STRETCH = 2  # times --minutes: where other processes use the cores, blocks end after so long
+
+
+class BlockCost(NamedTuple):
+    """The seconds of a block without other processes."""
+
+    start: float  # of start, trial turns and end
+    round: float  # of each round, with its share of the turns without exchange
+
+
+def cost_of(group: Group) -> BlockCost:
+    """Return the mean cost of a group's blocks."""
+    start = sum(block.start_seconds for block in group.blocks)
+    rounds = sum(block.num_rounds for block in group.blocks)
+    return BlockCost(start / len(group.blocks), (group.seconds - start) / rounds)
+
+
+def launch_share(estimates: Iterable[Estimate], sides: int, taken: Sequence[int]) -> float:
+    """Return the variance of launches / the variance of turns, as blocks of so many sides, with the
+    rounds `taken`, let one expect it: by how much more each pair's ratio scatters from block to
+    block than its turns foretell. At least LAUNCH_SHARE: blocks that scatter little by chance must
+    not lead to fewer of them, or intervals that are narrow by chance are selected."""
+    pairs = [one for one in estimates if one.blocks >= MIN_BLOCKS and one.turn_error]
+    if not pairs:
+        return LAUNCH_SHARE
+    scatter = sum(float(np.var(np.log(one.ratios), ddof=1)) / one.blocks for one in pairs)
+    share = (scatter / sum(one.turn_error**2 for one in pairs) - 1) / fmean(taken)
+    degrees = min(len(pairs), sides - 1) * (pairs[0].blocks - 1)
+    known = LAUNCH_DEGREES * LAUNCH_SHARE + degrees * share
+    return max(LAUNCH_SHARE, known / (LAUNCH_DEGREES + degrees))
+
+
+def rounds_of_block(
+    plan: Plan, groups: Sequence[Group], place: tuple[str, int], first: BlockCost
+) -> int:
+    """Return how many rounds the next block of the group at `place` has: as many as the plan says,
+    or as make the group's intervals narrowest when --minutes are over. `first`: what the group's
+    first block costs, by its start and its trial turns; later ones cost what earlier ones did.
+
+    Few long blocks have narrow ratios and a wide quantile, many short ones spend their time on
+    starts. The groups that still need blocks share the time.
+    """
+    if plan.rounds is not None:
+        return plan.rounds
+    if plan.blocks is not None:
+        return ROUNDS
+    group = next(group for group in groups if group.place == place)
+    cost = cost_of(group) if group.num_blocks else first
+    seconds = 60 * plan.minutes - sum(group.seconds for group in groups)
+    seconds /= len(in_need(plan, groups))
+    taken = [len(block.quiet_rounds) for block in group.blocks]
+    launches = launch_share(group.estimates.values(), len(plan.names), taken)
+    return narrowest_rounds(cost, seconds, taken, launches)
+
+
+def narrowest_rounds(cost: BlockCost, seconds: float, taken: Sequence[int], launches: float) -> int:
+    """Return the rounds of each block to come with which the mean over all blocks has the narrowest
+    interval: an even number, as turns go forwards and backwards. The blocks to come fit into
+    `seconds`; with those measured, of the rounds `taken`, there are at least MIN_BLOCKS. Where so
+    many do not fit: MIN_ROUNDS. `launches`: variance of launches / of turns."""
+    rounds, needed = np.arange(MIN_ROUNDS, MOST_ROUNDS + 1, 2), max(1, MIN_BLOCKS - len(taken))
+    more = seconds // (cost.start + rounds * cost.round)  # blocks to come
+    rounds, more = rounds[more >= needed], more[more >= needed]
+    if not len(rounds):
+        return MIN_ROUNDS
+    blocks = len(taken) + more
+    variance = sum(launches + 1 / one for one in taken) + more * (launches + 1 / rounds)
+    width = stdtrit(blocks - 1, 0.5 + CONFIDENCE / 2) * np.sqrt(variance) / blocks
+    return int(rounds[width.argmin()])
 
 
 def reason_to_stop(
@@ -23,18 +105,29 @@ def reason_to_stop(
     seconds_used: float,
     block_seconds: float,
     plan: Plan,
+    disturbed_seconds: float = 0.0,
 ) -> str:
     """Return why no further block is needed; empty if one is.
 
-    `blocks` have been measured in `seconds_used`; the next one takes about `block_seconds`. The
-    estimates are those of all judged pairs.
+    `blocks` have been measured in `seconds_used`; the next one takes at least `block_seconds`.
+    `disturbed_seconds` went by in addition, in which other processes used the cores. The estimates
+    are those of all judged pairs.
     """
     if plan.blocks is not None:
         return "as many blocks as were asked for" if blocks >= plan.blocks else ""
     if is_enough(estimates, plan):
         return f"the interval of every pair is within +-{percentage(plan.until_interval)}"
-    if blocks >= MIN_BLOCKS and seconds_used + block_seconds > 60 * plan.minutes:
+    if blocks < MIN_BLOCKS:
+        return ""
+    seconds, most = seconds_used + block_seconds, 60 * plan.minutes
+    if seconds > most:
         return f"stopped after {blocks} blocks, as another would exceed --minutes {plan.minutes:g}"
+    stretch = 1 + disturbed_seconds / max(1.0, seconds_used)
+    if stretch * seconds > MOST_STRETCH * most:
+        return (
+            f"stopped after {blocks} blocks: with the time in which other processes used the "
+            f"cores, another would end later than {MOST_STRETCH} times --minutes {plan.minutes:g}"
+        )
     return ""
 
 
@@ -67,15 +160,23 @@ def next_groups(plan: Plan, groups: Sequence[Group]) -> Sequence[Group]:
     need more blocks, the one with the fewest."""
     if plan.measure == "runs":
         return groups
-    if plan.shares_launch:
-        fewest = min(group.num_blocks for group in groups)
-        return [group for group in groups if group.num_blocks == fewest]
+    needing = in_need(plan, groups)
+    fewest = min(group.num_blocks for group in needing)
+    found = [group for group in needing if group.num_blocks == fewest]
+    return found if plan.shares_launch else found[:1]
+
+
+def in_need(plan: Plan, groups: Sequence[Group]) -> Sequence[Group]:
+    """Return the groups among which the time that is left is shared: those that need more blocks;
+    all where their number is fixed, where they share a launch, or if none needs more."""
+    if plan.blocks is not None or plan.shares_launch:
+        return groups
     wide = [
         group
         for group in groups
         if not group.num_blocks or not is_enough(group.estimates.values(), plan)
     ]
-    return [min((plan.blocks is None and wide) or groups, key=lambda group: group.num_blocks)]
+    return wide or groups
 
 
 def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
@@ -89,9 +190,18 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
         estimates_of(groups),
         blocks,
         sum(group.seconds for group in groups),
-        sum(group.block_seconds for group in next_groups(plan, groups)),
+        sum(least_seconds(plan, group) for group in next_groups(plan, groups)),
         plan,
+        sum(group.disturbed_seconds for group in groups),
     )
+
+
+def least_seconds(plan: Plan, group: Group) -> float:
+    """Return how long a group's next block takes at least."""
+    if plan.measure == "runs" or plan.rounds is not None:
+        return group.block_seconds
+    cost = cost_of(group)
+    return cost.start + MIN_ROUNDS * cost.round
 
 
 def unfinished(plan: Plan, groups: Sequence[Group]) -> dict[tuple[str, int], str]:

@@ -53,6 +53,7 @@ class Block:
     steps: dict[str, Count] = field(default_factory=dict)  # steps in a turn, by side
     disturbed_seconds: Amount = 0.0  # disturbed turns, and waiting until the machine is quiet
     seconds: Amount = 0.0  # of the whole block, starts and ends included; 0: not recorded
+    start_seconds: Amount = 0.0  # of start, trial turns and end; 0: not recorded
     quiet_cores: Amount = QUIET_CORES  # most that others may keep busy in a round that counts
     # Digests by side after the last round; for a user's own scripts, after their first steps.
     weights: dict[str, Text] = field(default_factory=dict)
@@ -68,6 +69,10 @@ class Block:
         quiet = sum(value <= self.quiet_cores for value in load.values())
         counted = max(quiet, math.ceil(MIN_SHARE_OF_ROUNDS * len(load)))
         return dict(sorted(load.items(), key=lambda item: item[1])[:counted])
+
+    @cached_property
+    def num_rounds(self) -> int:
+        return len({turn.round for turn in self.of("speed")})
 
     @property
     def other_load(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
-ROUNDS = 8  # in a block of turns; every side has one turn in each round
+ROUNDS = 8  # in each block of turns, where the plan fixes the number of blocks
 LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 RUN_MARK = "COMPARE_RUN"  # environment variable that every process of a run inherits
 DELAY = "COMPARE_DELAY"  # environment variable: the known delay, as a share of a turn

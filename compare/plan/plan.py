@@ -41,7 +41,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from compare.plan.blocks import DELAY, ROUNDS, balanced, side_by_side
+from compare.plan.blocks import DELAY, balanced, side_by_side
 from compare.plan.configurations import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
@@ -398,8 +398,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ),
     ] = None
     rounds: Annotated[
-        Whole, flag("turns per side and block (default: 8)", identifies=True, name="turns")
-    ] = ROUNDS
+        Whole | None,  # 0: of some early records of whole runs
+        flag(
+            "turns per side and block (default: as many as make the intervals narrowest when "
+            "--minutes are over, at least 4; with --blocks: 8)",
+            identifies=True,
+            name="turns",
+        ),
+    ] = None
     warm_up_steps: Annotated[
         Count, flag("steps of each side before its first turn (default: 5)", identifies=True)
     ] = 5
@@ -431,7 +437,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=1e9)],
         flag(
             "stop adding blocks after M minutes of measuring, but make at least three; time in "
-            "which other processes used the cores does not count (default: 10)",
+            "which other processes used the cores does not count, but no block is added after "
+            "twice M minutes in all (default: 10)",
             "M",
         ),
     ] = 10.0

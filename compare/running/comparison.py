@@ -18,7 +18,14 @@ from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.reading import TimedSummary, read_record
 from compare.evidence.record import FILE, FailureLine, NotWrittenError, PlanLine, Record, RunLine
 from compare.evidence.runs import read_run_folder
-from compare.evidence.stopping import estimates_of, is_enough, next_groups, reason_to_end
+from compare.evidence.stopping import (
+    MOST_STRETCH,
+    estimates_of,
+    is_enough,
+    next_groups,
+    reason_to_end,
+    rounds_of_block,
+)
 from compare.evidence.words import count, counted_text, percent_text, place_text, ratio_text
 from compare.plan.plan import Outcome, Plan, Run, block_place, percentage
 from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, sources_sha256
@@ -118,6 +125,8 @@ def check_sources(plan: Plan, record: Record) -> None:
 def measure(plan: Plan, record: Record) -> list[Run]:
     """Measure blocks until the end rule is met; each is recorded when it is done. Return the whole
     runs that failed. MeasurementError if a side fails in turns."""
+    if plan.measure == "turns" and not reason_to_end(plan, record.groups):
+        print_line(f"now blocks of turns: {time_left(plan, record.groups)}")
     while not (reason := reason_to_end(plan, record.groups)):
         check_sources(plan, record)
         before = record.groups
@@ -161,6 +170,7 @@ def measure_block(plan: Plan, record: Record) -> None:
             plan,
             place,
             report=lambda text: print_live([f"{label}, {text}", *ratios, left]),
+            choose_rounds=lambda cost, *place: rounds_of_block(plan, record.groups, place, cost),
         )
     except MeasurementError as error:
         where = str(place.relative_to(record.folder))
@@ -187,16 +197,22 @@ def ratio_texts(group: Group) -> list[str]:
 
 
 def time_left(plan: Plan, groups: Sequence[Group]) -> str:
-    """Return a text with the longest time that the remaining blocks may take; "" if unknown."""
+    """Return a text with the longest time that the remaining blocks may take, or with what is known
+    of it before the first block; "" if none remain."""
     if not all(group.num_blocks for group in groups):
-        return ""
+        return (
+            f"up to {duration(60 * plan.minutes)}, but at least {count(MIN_BLOCKS, 'block')}"
+            if plan.blocks is None
+            else f"{count(plan.blocks, 'block')} of unknown length"
+        )
     used = sum(group.seconds for group in groups)
-    if plan.blocks is None:
-        left = 60 * plan.minutes - used
-    else:
-        left = sum((plan.blocks - group.num_blocks) * group.block_seconds for group in groups)
+    disturbed = sum(group.disturbed_seconds for group in groups)
     # Assume the same share of disturbed time as so far.
-    left *= 1 + sum(group.disturbed_seconds for group in groups) / used
+    stretch, least = 1 + disturbed / used, plan.blocks or MIN_BLOCKS
+    left = stretch * sum(max(0, least - group.num_blocks) * group.block_seconds for group in groups)
+    if plan.blocks is None:
+        most = MOST_STRETCH * 60 * plan.minutes - used - disturbed
+        left = max(left, min(stretch * (60 * plan.minutes - used), most))
     return f"up to {duration(left)} left" if left > 0 else ""
 
 
@@ -220,8 +236,10 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
 
 def make_missing(runs: list[Run], plan: Plan, record: Record) -> list[Run]:
     """Start the runs that are not complete, one after the other; return those that failed."""
-    failed = []
-    for run in record.missing(runs):
+    failed, missing = [], record.missing(runs)
+    if missing:
+        print_line(f"now {count(len(missing), 'full run')}, one after the other")
+    for run in missing:
         check_sources(plan, record)
         number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
         label = f"{number} block {run.block}  {run.cell}"

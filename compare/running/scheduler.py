@@ -39,6 +39,7 @@ import psutil
 from compare.evidence.reading import read_object
 from compare.evidence.record import BlockLine, SideLine
 from compare.evidence.runs import NO_SETTINGS
+from compare.evidence.stopping import BlockCost
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
 from compare.plan.blocks import LEAD_IN_STEPS, RUN_MARK
 from compare.plan.environment import ROOT, path_from_here
@@ -48,6 +49,7 @@ from compare.running.checks import visible_gpus
 from compare.running.launch import (
     Launches,
     clear_folder,
+    duration,
     failed_folder,
     shown_tail,
 )
@@ -105,10 +107,12 @@ def run_blocks(
     plan: Plan,
     folder: Path,
     report: Callable[[str], None],
+    choose_rounds: Callable[[BlockCost, str, int], int],
 ) -> list[BlockLine]:
     """Start the sides and warm them up; let them take turns at one case after the other, and return
     what the record is to hold of each. `cases`: the sides of each case in its order. The first
-    case's order is that of the starts.
+    case's order is that of the starts. `choose_rounds` returns the number of rounds, from what the
+    block costs by its start and its trial turns, its case, and its number of workers.
 
     A turn that other processes disturb is repeated, after at most PATIENCE seconds of waiting for
     quiet. In all there are at most as many repetitions as regular turns. The seconds of starts and
@@ -122,10 +126,15 @@ def run_blocks(
         report(f"starting {', '.join(side.side for side in first)}")
         scheduler.start(*first)
         unit, of_scripts = scheduler.unit(), scheduler.facts()
+        started = time.monotonic()
         for sides in cases:
             began_case = time.monotonic()
-            trials = [] if plan.steps else scheduler.find_steps(sides)
-            turns, disturbed = scheduler.take_rounds(sides, report)
+            trials = scheduler.find_steps(sides)
+            of_trials = time.monotonic() - began_case
+            of_start = (started - began) / len(cases) + of_trials
+            cost = BlockCost(of_start, scheduler.round_seconds(sides))
+            rounds = choose_rounds(cost, sides[0].case, sides[0].workers)
+            turns, disturbed = scheduler.take_rounds(sides, rounds, report)
             measured.append(
                 Block(
                     sides[0].block,
@@ -134,17 +143,22 @@ def run_blocks(
                     steps={side.side: scheduler.steps_of(side) for side in sides},
                     disturbed_seconds=round(disturbed, 3),
                     seconds=time.monotonic() - began_case,
+                    start_seconds=of_trials,
                     quiet_cores=scheduler.quiet_cores,
                     weights=scheduler.weights(),
                     unit=unit,
                 )
             )
-    shared = time.monotonic() - began - sum(block.seconds for block in measured)
+    shared = (time.monotonic() - began - sum(block.seconds for block in measured)) / len(cases)
     return [
         BlockLine(
             case=sides[0].case,
             workers=sides[0].workers,
-            block=replace(block, seconds=round(block.seconds + shared / len(cases), 3)),
+            block=replace(
+                block,
+                seconds=round(block.seconds + shared, 3),
+                start_seconds=round(block.start_seconds + shared, 3),
+            ),
             sides={side.side: side_line(side, folder, of_scripts) for side in sides},
         )
         for sides, block in zip(cases, measured, strict=True)
@@ -186,14 +200,14 @@ class Scheduler(Launches):
     process behind, whatever ends it. If a side fails, the folder is put aside, with all output.
 
     `sides` are the sides that will be started; they need only be given if one of them has processes
-    on other hosts. The plan gives the numbers of steps and rounds, and the time-out for the start
-    and for each turn.
+    on other hosts. The plan gives the time-out for the start and for each turn.
     """
 
     def __init__(self, folder: Path, plan: Plan, sides: Sequence[Run] = ()) -> None:
         super().__init__()
         self.folder, self.plan = folder, plan
-        self.steps = dict[str, int]()  # of a turn, by side, where the plan leaves them open
+        self.steps = dict[str, int]()  # of a turn, by side
+        self.paces = dict[str, float]()  # seconds of a step, by side, in the trial turns
         self.aside, self.key = failed_folder(folder), secrets.token_bytes(32)
         self.listener, self.address = listen(sides)
         self.started: dict[str, subprocess.Popen[bytes]] = {}  # each side's launcher
@@ -254,41 +268,60 @@ class Scheduler(Launches):
                     self.send(side, State.PAUSED)
 
     def find_steps(self, sides: Sequence[Run]) -> list[Turn]:
-        """Set the steps of a turn: as many as last TURN_SECONDS at the pace of trial turns, but at
-        least MIN_STEPS.
+        """Set the steps of a turn: the plan's, or as many as last TURN_SECONDS at the pace of the
+        trial turns, but at least MIN_STEPS.
 
         A trial is also a side's first turn with the cores to itself. All sides get the same number
         of steps, or they would not do the same work. Not so where cases share a launch: a step of
         one side may take a hundred times as long as another's. Return the trial turns."""
         self.steps = dict.fromkeys((side.side for side in sides), TRIAL_STEPS)
         trials = [self.take_turn(side, 0, "trial") for side in sides]
-        paces = {side.side: self.pace(side) for side in sides}
+        self.paces = paces = {side.side: self.pace(side) for side in sides}
         if not self.plan.shares_launch:
             paces = dict.fromkeys(paces, median(paces.values()))
         self.steps = {
-            name: max(MIN_STEPS, round(TURN_SECONDS / pace)) for name, pace in paces.items()
+            name: self.plan.steps or max(MIN_STEPS, round(TURN_SECONDS / pace))
+            for name, pace in paces.items()
         }
         return trials
 
     def steps_of(self, side: Run) -> int:
         """Return the steps of each of a side's turns."""
-        return self.plan.steps or self.steps[side.side]
+        return self.steps.get(side.side, TRIAL_STEPS)
 
     def pace(self, side: Run) -> float:
         """Return the seconds from one step's end to the next, in a side's last turn."""
         seconds = fmean(rank.measured["wall_seconds"] for rank in self.of(side))
         return seconds / self.steps_of(side)
 
+    def round_seconds(self, sides: Sequence[Run]) -> float:
+        """Return about how long a round takes, with its share of the turns without exchange, from
+        the pace of the trial turns."""
+        return sum(
+            self.paces[side.side]
+            * (LEAD_IN_STEPS + self.steps_of(side))
+            * (1 + self.is_ablated(side) / ABLATION_EVERY)
+            for side in sides
+        )
+
+    def is_ablated(self, side: Run) -> bool:
+        """Return whether a side takes turns without the exchange of gradients, too."""
+        return side.ablates and not self.plan.no_phases
+
     def take_rounds(
-        self, sides: Sequence[Run], report: Callable[[str], None]
+        self, sides: Sequence[Run], rounds: int, report: Callable[[str], None]
     ) -> tuple[list[Turn], float]:
         """Let sides take turns, forwards and backwards alternately. Return the turns, and the
         seconds spent on disturbed turns and on waiting for quiet."""
-        turns, disturbed_seconds, rounds = list[Turn](), 0.0, self.plan.rounds
+        turns, disturbed_seconds, of_round = list[Turn](), 0.0, self.round_seconds(sides)
         spare = most = rounds * len(sides)
         for round_ in range(rounds):
             place = f"{sides[0].case}, " if self.plan.shares_launch else ""
-            report(f"{place}round {round_ + 1} of {rounds}, {most - spare} turns taken again")
+            left = duration((rounds - round_) * of_round)
+            report(
+                f"{place}round {round_ + 1} of {rounds}, {most - spare} turns taken again, "
+                f"about {left} more of this block"
+            )
             order = sides if round_ % 2 == 0 else sides[::-1]
             for side in order:
                 while True:
@@ -303,11 +336,11 @@ class Scheduler(Launches):
                     disturbed_seconds += is_disturbed * (time.monotonic() - began)
                     if is_last or not is_disturbed:
                         break
-            if round_ % ABLATION_EVERY == ABLATION_EVERY - 1 and not self.plan.no_phases:
+            if round_ % ABLATION_EVERY == ABLATION_EVERY - 1:
                 turns += [
                     self.take_turn(side, round_, "ablation", exchange=False)
                     for side in order
-                    if side.ablates
+                    if self.is_ablated(side)
                 ]
         return turns, disturbed_seconds
 

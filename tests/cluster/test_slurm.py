@@ -286,7 +286,7 @@ training = ("--arch", "shufflenet_v2_x0_5", "--train-crop-size", "16", "--thread
 folder, *names = sys.argv[1:]
 runs = [Run(1, CONFIGURATIONS[name], 2, 1, flags=training, hosts=hosts) for name in names]
 place = Path(folder)
-[line] = scheduler.run_blocks([runs], Plan(steps=2, rounds=2), place, print)
+[line] = scheduler.run_blocks([runs], Plan(steps=2), place, print, lambda *_: 2)
 (place / "block.json").write_bytes(msgspec.json.encode(line.block))
 """
 
