@@ -24,8 +24,9 @@ MIN_DEGREES_TO_STOP = 9  # degrees of freedom an interval needs to end a measure
 # Standard error from blocks / standard error from their turns, in the records under results/:
 # launches add to it.
 BLOCKS_OVER_TURNS = math.sqrt(1.2)
-# Variance of a side's speed from launch to launch / from turn to turn, in the same records, and the
-# degrees of freedom that this is worth beside what is being measured.
+# Variance of a side's speed from launch to launch / from turn to turn, in the same records, whose
+# blocks have eight rounds: (1.2 - 1) / 8; and the degrees of freedom that this is worth beside what
+# is being measured.
 LAUNCH_SHARE, LAUNCH_DEGREES = 1 / 40, 8
 MIN_ROUNDS, MOST_ROUNDS = 4, 200  # in a block, where they follow from what was measured
 MOST_STRETCH = 2  # times --minutes: where other processes use the cores, blocks end after so long
