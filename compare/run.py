@@ -312,8 +312,8 @@ def print_outlook(plan: Plan, record: Record) -> None:
         runs = f"{count(len(plan.runs()), 'run')}, {done} of them there already, "
     until = (
         f"at least {MIN_BLOCKS}, until the {INTERVAL} of each pair is within "
-        f"+-{percentage(plan.until_interval)}, or for {plan.minutes:g} undisturbed minutes (at most "
-        f"{MOST_STRETCH * plan.minutes:g} in all, where other processes use the cores)"
+        f"+-{percentage(plan.until_interval)}, or for {plan.minutes:g} undisturbed minutes (where "
+        f"other processes use the cores: at most {MOST_STRETCH * plan.minutes:g} in all)"
     )
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     print(f"{runs}into {record.folder}; blocks {how}: {plan.blocks or until}")
