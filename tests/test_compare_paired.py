@@ -21,6 +21,7 @@ from compare.evidence.paired import (
 from compare.evidence.stopping import (
     BLOCKS_OVER_TURNS,
     MIN_DEGREES_TO_STOP,
+    cost_of,
     is_enough,
     reason_to_stop,
 )
@@ -108,6 +109,16 @@ def test_the_reason_to_stop():
     five = Plan(blocks=5)
     assert reason_to_stop([narrow], 4, 9999, 50, five) == ""
     assert reason_to_stop([wide], 5, 1, 50, five) == "as many blocks as were asked for"
+
+
+@pytest.mark.parametrize(("disturbed", "of_round"), [(20.0, 9.0), (90.0, 4.0)])
+def test_a_round_costs_at_least_what_its_turns_take(disturbed, of_round):
+    """Turns that others disturbed are kept where no quiet comes: here each of a second, behind a
+    lead-in of a second, of two sides."""
+    block = a_block(dict.fromkeys(Plan().names, [100.0] * 8))
+    timed = replace(block, seconds=100.0, start_seconds=8.0, disturbed_seconds=disturbed)
+    cost = cost_of(Group(Plan(), "", 2, 0.95, [timed], [], []))
+    assert cost == pytest.approx((8.0, of_round))
 
 
 def test_turns_let_one_expect_the_scatter_of_the_blocks():

@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 
 from compare.evidence.group import Group
 from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
-from compare.plan.blocks import ROUNDS
+from compare.plan.blocks import LEAD_IN_STEPS, ROUNDS
 from compare.plan.plan import Plan, percentage
 
 MIN_DEGREES_TO_STOP = 9  # degrees of freedom an interval needs to end a measurement: ten blocks
@@ -40,10 +40,16 @@ class BlockCost(NamedTuple):
 
 
 def cost_of(group: Group) -> BlockCost:
-    """Return the mean cost of a group's blocks."""
+    """Return the mean cost of a group's blocks. Where no quiet came, turns that other processes
+    disturbed were kept, and are no part of the group's seconds: rounds take as long as turns do."""
     start = sum(block.start_seconds for block in group.blocks)
     rounds = sum(block.num_rounds for block in group.blocks)
-    return BlockCost(start / len(group.blocks), (group.seconds - start) / rounds)
+    turns = sum(
+        turn.seconds * (1 + LEAD_IN_STEPS / block.steps.get(turn.side, 1))
+        for block in group.blocks
+        for turn in (*block.of("speed"), *block.of("ablation"))
+    )
+    return BlockCost(start / len(group.blocks), max(group.seconds - start, turns) / rounds)
 
 
 def launch_share(estimates: Iterable[Estimate], sides: int, taken: Sequence[int]) -> float:
@@ -77,8 +83,10 @@ def rounds_of_block(
         return ROUNDS
     group = next(group for group in groups if group.place == place)
     cost = cost_of(group) if group.num_blocks else first
-    seconds = 60 * plan.minutes - sum(group.seconds for group in groups)
-    seconds /= len(in_need(plan, groups))
+    used = sum(group.seconds for group in groups)
+    stretch = 1 + sum(group.disturbed_seconds for group in groups) / max(1.0, used)
+    most = 60 * plan.minutes * min(1, MOST_STRETCH / stretch)
+    seconds = (most - used) / len(in_need(plan, groups))
     taken = [len(block.quiet_rounds) for block in group.blocks]
     launches = launch_share(group.estimates.values(), len(plan.names), taken)
     return narrowest_rounds(cost, seconds, taken, launches)
