@@ -2,7 +2,8 @@
 the orders that real plans have, ended by the rule that ends real ones.
 
 A thousand experiments show a share of 95 % as 93.6 to 96.4 % (two standard errors); a method whose
-coverage is right stays within 93 to 97 %.
+coverage is right stays within 93 to 97 %. A moderated t may cover more: it is cautious where
+launches add less than in its records.
 """
 
 import json
@@ -19,11 +20,14 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from compare.evidence.judgement import holm
+from compare.evidence.occasions import RECORDED_SPREAD, pool
 from compare.evidence.paired import (
     MIN_BLOCKS,
     Estimate,
+    Scatter,
     confidence_after,
     estimate_logs,
+    moderated,
 )
 from compare.evidence.stopping import (
     MIN_ROUNDS,
@@ -41,7 +45,7 @@ from compare.running.scheduler import ABLATION_EVERY
 
 Array = NDArray[np.float64]
 EXPERIMENTS = 1000
-LEAST, MOST = 0.93, 0.97
+LEAST, MOST = 0.93, 0.98
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpirun", "horovod-mpi")
 PAIRS = ((0, 1), (2, 0), (2, 3), (3, 1))  # of these: engine at each transport, and back
 # Each side's power in what is estimated: each pair, and the square's interaction.
@@ -128,29 +132,39 @@ def log_throughput(logs: Array) -> Array:
 
 def measure(speeds: Array) -> list[list[Estimate]]:
     """Do as run.py: block after block until there is a reason to stop; by experiment and contrast.
-    The interaction has no say in when that is."""
-    most, sides = speeds.shape[1], speeds.shape[3]
+    The interaction has no say in when that is. The estimates are what the report gives then."""
+    most, rounds, sides = speeds.shape[1:]
     plan, block_seconds = Plan(minutes=MINUTES), sides * SIDE_SECONDS
     pairs = sum(max(pair) < sides for pair in PAIRS)
     powers = [[one.get(side, 0) for side in range(sides)] for one in CONTRASTS]
     powers = powers if sides == len(SQUARE) else powers[:pairs]
     values = np.swapaxes(log_throughput(speeds) @ np.transpose(powers), 1, 2).tolist()
     # As turn_error has it: of each block's mean over its turns, and of the mean over the blocks.
-    scatter = (speeds @ np.transpose(powers)).var(axis=2, ddof=1) / speeds.shape[2]
+    of_turns = (speeds @ np.transpose(powers)).var(axis=2, ddof=1) / rounds
     number = np.arange(1, most + 1)[:, None]
-    errors = np.swapaxes(np.sqrt(np.cumsum(scatter, axis=1)) / number, 1, 2).tolist()
+    errors = np.swapaxes(np.sqrt(np.cumsum(of_turns, axis=1)) / number, 1, 2).tolist()
     found = []
-    for logs, of_turns in zip(values, errors, strict=True):
+    for logs, error_by_blocks, own in zip(values, errors, speeds, strict=True):
         for blocks in range(MIN_BLOCKS, most + 1):
             estimates = [
                 replace(estimate_logs(one[:blocks]), turn_error=error[blocks - 1])
-                for one, error in zip(logs, of_turns, strict=True)
+                for one, error in zip(logs, error_by_blocks, strict=True)
             ]
             used = blocks * block_seconds
             if reason_to_stop(estimates[:pairs], blocks, used, block_seconds, plan):
                 break
-        found.append(estimates)
+        scatter = scatter_of(own[:blocks])
+        found.append([moderated(estimate, scatter) for estimate in estimates])
     return found
+
+
+def scatter_of(speeds: Array) -> Scatter:
+    """As Group.scatter has it, of one experiment: [blocks, rounds, sides]."""
+    blocks, rounds, sides = speeds.shape
+    less_mean = np.eye(sides) - 1 / sides
+    between = (log_throughput(speeds) @ less_mean).var(axis=0, ddof=1).sum()
+    within = (speeds @ less_mean).var(axis=1, ddof=1).sum() / blocks / rounds
+    return Scatter(between / within, (sides - 1) * (blocks - 1), blocks * (rounds - 1))
 
 
 def assert_covered(found: list[list[Estimate]], truth: Sequence[float] = TRUTH) -> None:
@@ -218,6 +232,42 @@ def test_the_interval_covers_the_truth_where_rounds_follow_from_scatter(sides, c
                 break
         found.append(estimates)
     assert_covered(found)
+
+
+@pytest.mark.parametrize("sides", [2, 4])
+@pytest.mark.parametrize("added", [1, 1.2, 2, 10, 100])
+def test_three_blocks_cover_the_truth_whatever_launches_add(sides, added, monkeypatch):
+    """To the variance of a block's ratio that turns foretell: 1.0 to 1.1 times it in the records.
+    No two sides on a CPU showed more than 2; there the guard still leaves 90 %."""
+    monkeypatch.setitem(globals(), "SIDE_SECONDS", 600 / 3 / sides)
+    noise = 0.03
+    launch = noise * math.sqrt((added - 1) / ROUNDS)
+    found = measure(turns(int(10 * added), sides, noise, launch, truth=(0.0,) * 4))
+    covered = mean(one.low <= 1 <= one.high for own in found for one in own)
+    assert covered >= (0.9 if sides == 2 and added == 10 else 0.935)
+    student = [estimate_logs(np.log(one.ratios).tolist()) for own in found for one in own]
+    widths = [one.relative_half_width for own in found for one in own]
+    if added < 2:
+        assert np.median(widths) < 0.75 * np.median([one.relative_half_width for one in student])
+    pairs = sum(max(pair) < sides for pair in PAIRS)
+    verdicts = [[verdict(one) for one in own[:pairs]] for own in found]
+    wrong = mean(any(one.decision in DIFFERENT for one in decided(own)) for own in verdicts)
+    assert wrong <= (0.1 if sides == 2 and added == 10 else 0.065)
+
+
+@pytest.mark.parametrize("occasions", [1, 2, 3, 5])
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_the_interval_over_occasions_covers_the_common_ratio(occasions, times):
+    """Occasions that differ not at all, as recorded, or twice as much."""
+    random, error = np.random.default_rng(16), 0.01
+    logs = random.normal(0, math.hypot(error, times * RECORDED_SPREAD), (2000, occasions))
+    errors = error * np.sqrt(random.chisquare(10, (2000, occasions)) / 10)
+    covered = []
+    for own, own_errors in zip(logs, errors, strict=True):
+        known = zip(np.exp(own).tolist(), own_errors.tolist(), strict=True)
+        found, _ = pool([Estimate(ratio, None, None, (ratio,), error=one) for ratio, one in known])
+        covered.append(found.low <= 1 <= found.high)
+    assert mean(covered) >= {0: 0.97, 1: 0.935, 2: 0.75}[times]
 
 
 @pytest.mark.parametrize("ratio", [1.03, 1.04, 1.055, 1.08])

@@ -6,26 +6,32 @@ Whether the interval covers the truth is tested in test_compare_coverage.py.
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from records import a_block
+from scipy.special import stdtr
 
 from compare.evidence.group import Group
 from compare.evidence.paired import (
+    BLOCKS_OVER_TURNS,
     Estimate,
+    Scatter,
     estimate_logs,
     estimate_ratio,
+    moderated,
     student_quantile,
 )
 from compare.evidence.stopping import (
-    BLOCKS_OVER_TURNS,
-    MIN_DEGREES_TO_STOP,
+    MIN_BLOCKS_TO_STOP,
     cost_of,
     is_enough,
     reason_to_stop,
 )
 from compare.evidence.turns import estimate, turn_error
+from compare.page.report import doubtful_blocks
 from compare.plan.plan import Plan, Share
 
 
@@ -75,27 +81,34 @@ def test_the_variance_is_the_pairs_own():
     assert whole == pytest.approx(alone.ratio / estimate(blocks, {"c": 1}).ratio)
 
 
-ENOUGH = MIN_DEGREES_TO_STOP
+ENOUGH = MIN_BLOCKS_TO_STOP
 
 
 @pytest.mark.parametrize(
-    ("ratio", "half_width", "degrees", "enough"),
+    ("ratio", "half_width", "blocks", "enough"),
     [
         (1.0, 0.0199, ENOUGH, True),
         (1.0, 0.0201, ENOUGH, False),
         (1.0, 0.0001, ENOUGH - 1, False),
         (1.2, 0.0201, ENOUGH, False),  # where it lies ends nothing
-        (1.0, math.inf, 0, False),
+        (1.0, math.inf, 1, False),
     ],
 )
 def test_blocks_are_enough_when_the_interval_is_narrow_and_its_width_is_known(
-    ratio, half_width, degrees, enough
+    ratio, half_width, blocks, enough
 ):
-    low, high = ratio / (1 + half_width), ratio * (1 + half_width)
-    if half_width == math.inf:
-        low = high = None
+    """Student's, whatever the report's interval is."""
+    logs = np.array([(-1.0) ** at for at in range(blocks)])
+    if half_width < math.inf:
+        logs -= logs.mean()
+        error = math.log1p(half_width) / student_quantile(0.95, blocks - 1)
+        logs *= error * math.sqrt(blocks) / np.std(logs, ddof=1)
+    found = estimate_logs((math.log(ratio) + logs).tolist())
+    assert found.low is None or found.relative_half_width == pytest.approx(half_width)
     plan = Plan(until_interval=Share(0.02))
-    assert is_enough([Estimate(ratio, low, high, (1.0,) * 5, 0.01, degrees)], plan) == enough
+    for width in (0.5, 2):
+        other = replace(found, error=width * found.error, degrees=30, is_moderated=True)
+        assert is_enough([other], plan) == enough
 
 
 def test_the_reason_to_stop():
@@ -130,10 +143,77 @@ def test_turns_let_one_expect_the_scatter_of_the_blocks():
     whole_runs = [a_block({first: [one[0, 0]], second: [one[1, 0]]}) for one in rates]
     assert turn_error(whole_runs, powers) == 0
     group = Group(Plan(), "", 2, 0.95, blocks, [], [])
-    narrow = replace(group.estimates[first, second], low=0.999, high=1.001)
-    share = student_quantile(0.95, 59) * BLOCKS_OVER_TURNS * narrow.turn_error
+    ratios = tuple(1 + 1e-6 * at for at in range(60))
+    narrow = replace(group.estimates[first, second], ratios=ratios)
+    share = student_quantile(0.95, 59) * math.sqrt(BLOCKS_OVER_TURNS) * narrow.turn_error
     for factor, enough in ((1.1, True), (0.9, False)):
         assert is_enough([narrow], Plan(until_interval=Share(factor * share))) == enough
+
+
+LOGS = [0.03, 0.05, 0.04]  # mean 0.04, standard deviation 0.01
+
+
+@pytest.mark.parametrize(
+    ("over_foretold", "error", "degrees"),
+    [
+        # 6 degrees foretold and 2 of the blocks: (6 * 1.2 * 0.02**2 / 3 + 2 * 0.01**2 / 3) / 8
+        (1.0, math.sqrt((7.2 * 0.02**2 + 2 * 0.01**2) / 24), 8),
+        # Of launches (6 * 1.2 + 6 * 1.8) / 12 = 1.5 in place of 1.2.
+        (1.8, math.sqrt((9.0 * 0.02**2 + 2 * 0.01**2) / 24), 8),
+    ],
+)
+def test_the_turns_moderate_the_blocks_variance_by_hand(over_foretold, error, degrees):
+    student = replace(estimate_logs(LOGS), turn_error=0.02 / math.sqrt(3))
+    found = moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24))
+    assert (found.error, found.degrees) == (pytest.approx(error), degrees)
+    half = student_quantile(0.95, degrees) * error
+    assert math.log(found.high / found.low) / 2 == pytest.approx(half)
+    assert found.is_moderated and found.ratio == student.ratio
+    assert found.p_difference() == pytest.approx(2 * stdtr(degrees, -0.04 / error))
+    assert found.block_error == pytest.approx(student.error)
+
+
+def test_where_blocks_scatter_more_than_turns_foretell_the_wider_interval_counts():
+    """F has 6 and 6 degrees of freedom: its upper quartile is 1.78, times 1.2."""
+    student = replace(estimate_logs(LOGS), turn_error=0.002)
+    below, above = (
+        moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24))
+        for over_foretold in (1.77 * 1.2, 1.79 * 1.2)
+    )
+    assert below.is_moderated and below.high < student.high
+    assert above == student
+    wide = replace(student, turn_error=0.1)
+    assert moderated(wide, Scatter(9.0, degrees=6, turn_degrees=24)).high > student.high
+
+
+def test_without_turns_and_without_blocks_nothing_is_foretold():
+    scatter = Scatter(1.0, degrees=6, turn_degrees=24)
+    whole, few = estimate_logs(LOGS), replace(estimate_logs(LOGS[:2]), turn_error=0.01)
+    assert moderated(whole, scatter) == whole and moderated(few, scatter) == few
+
+
+def test_a_group_tells_how_much_its_blocks_scatter():
+    """As foretold if launches add nothing; more if they do; None on a GPU and in whole runs."""
+    (first, second), dice = Plan().names[:2], np.random.default_rng(5)
+    plan = Plan(configurations=(first, second))
+
+    def group(launch: float, rounds: int = 8, **fields: Any) -> Group:
+        logs = dice.normal(0, 0.04, (200, 2, rounds)) + dice.normal(0, launch, (200, 2, 1))
+        rates = [{first: list(a), second: list(b)} for a, b in np.exp(logs)]
+        blocks = [replace(a_block(both), **fields) for both in rates]
+        return Group(plan, "", 2, 0.95, blocks, [], [])
+
+    found = group(0.0).scatter
+    assert (found.degrees, found.turn_degrees) == (199, 1400)
+    assert found.over_foretold == pytest.approx(1, abs=0.3)
+    assert group(0.04).scatter.over_foretold == pytest.approx(9, abs=2.5)
+    assert group(0.0, rounds=1).scatter is None and group(0.0, unit="bytes").scatter is None
+    by_turns = group(0.0)
+    assert by_turns.estimates[first, second].is_moderated
+    on_gpu = SimpleNamespace(environment=SimpleNamespace(device="cuda"))
+    of_gpu = replace(by_turns, sides=[on_gpu])
+    assert of_gpu.scatter is None and not of_gpu.estimates[first, second].is_moderated
+    assert of_gpu.estimates[first, second].turn_error > 0  # the rule that stops needs it
 
 
 @pytest.mark.parametrize("number", [8, 11, 20, 40])
@@ -158,6 +238,25 @@ def test_a_series_is_correlated_with_itself_a_block_before():
     assert found == pytest.approx(16 / 28) and p_value < 0.01
     for blocks in ([0.1], [0.1, 0.2], [0.1, 0.1, 0.1]):
         assert estimate_logs(blocks).serial_correlation()[1] > 0.05
+
+
+def test_blocks_from_which_little_follows_are_warned_of():
+    """Turns of one step, three blocks, and blocks that scatter far more or less than foretold."""
+    plan, dice = Plan(configurations=Plan().names[:2]), np.random.default_rng(6)
+
+    def warnings(launch: float, number: int = 20, steps: int = 3, opposed: bool = False) -> str:
+        logs = dice.normal(0, 0.04, (number, 2, 8)) + dice.normal(0, launch, (number, 2, 1))
+        if opposed:  # what is lost in one turn is made up for in the next
+            logs[:, :, 1::2] = -logs[:, :, ::2]
+        rates = [dict(zip(plan.names, map(list, both), strict=True)) for both in np.exp(logs)]
+        blocks = [replace(a_block(one), steps=dict.fromkeys(plan.names, steps)) for one in rates]
+        return " ".join(doubtful_blocks(Group(plan, "", 2, 0.95, blocks, [], []), 1))
+
+    assert warnings(0.01) == ""
+    assert "turns of one step" in warnings(0.01, steps=1)
+    assert "3 blocks only" in warnings(0.01, number=3)
+    assert "launches differ much" in warnings(0.1)
+    assert "is only 0.0" in warnings(0.0, opposed=True)
 
 
 def test_two_blocks_have_no_interval_and_none_are_refused():

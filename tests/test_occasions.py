@@ -15,8 +15,10 @@ from compare import keep, report
 from compare.evidence.occasions import over_occasions, pool
 from compare.evidence.paired import Estimate
 from compare.evidence.record import read_comparison
+from compare.evidence.words import ratio_text
 from compare.page.formats import as_json, as_markdown, as_page, as_text
 from compare.page.report import Report, SideBySide, asks_other
+from compare.page.sentences import interval_text
 
 
 def an_estimate(log: float, error: float) -> Estimate:
@@ -26,24 +28,35 @@ def an_estimate(log: float, error: float) -> Estimate:
 
 # By hand, with errors of 0.01: the variance between is that of the logarithms less 0.01 ** 2, and
 # the error is the sd of the logarithms, or 0.01 if that is larger, over the root of their number.
-# Student's quantiles: 4.303 with 2, 12.706 with 1 degree of freedom.
+# Student's quantiles: 4.303 with 2, 12.706 with 1 degree of freedom. As recorded, the variance
+# between is at least 0.0177 ** 2, and there are 6 degrees more: 2.306 with 8, 2.365 with 7.
+LEAST = math.hypot(0.0177, 0.01)
+
+
 @pytest.mark.parametrize(
-    ("logs", "mean", "spread", "half"),
+    ("logs", "mean", "spread", "half", "as_recorded"),
     [
-        ([0.06, 0.10, 0.14], 0.10, math.sqrt(0.0015), 4.303 * 0.04 / math.sqrt(3)),
-        ([0.095, 0.100, 0.105], 0.10, 0, 4.303 * 0.01 / math.sqrt(3)),  # closer than their errors
-        ([0.0, 0.1], 0.05, math.sqrt(0.0049), 12.706 * 0.05),
+        ([0.06, 0.10, 0.14], 0.10, math.sqrt(0.0015), 4.303 * 0.04, 2.306 * 0.04),
+        ([0.095, 0.1, 0.105], 0.10, 0, 4.303 * 0.01, 2.306 * LEAST),  # closer than their errors
+        ([0.0, 0.1], 0.05, math.sqrt(0.0049), 12.706 * math.sqrt(0.005), 2.365 * math.sqrt(0.005)),
+        ([0.1], 0.1, 0, None, 2.447 * LEAST),
     ],
 )
-def test_occasions_are_pooled_as_by_hand(logs, mean, spread, half):
-    pooled, between = pool([an_estimate(log, 0.01) for log in logs])
+def test_occasions_are_pooled_as_by_hand(logs, mean, spread, half, as_recorded):
+    for error, are_as_recorded in ((half, False), (as_recorded, True)):
+        if error is not None:
+            found = pool([an_estimate(log, 0.01) for log in logs], are_as_recorded)
+            assert_pooled(*found, mean, spread, error / math.sqrt(len(logs)))
+
+
+def assert_pooled(pooled, between, mean, spread, half):
     assert math.log(pooled.ratio) == pytest.approx(mean)
     assert between == pytest.approx(spread, abs=1e-12)
     assert math.log(pooled.high / pooled.low) / 2 == pytest.approx(half, rel=1e-3)
 
 
 def test_a_precise_occasion_counts_for_more():
-    pooled, _ = pool([an_estimate(0.10, 0.001), an_estimate(0.11, 0.01)])
+    pooled, _ = pool([an_estimate(0.10, 0.001), an_estimate(0.11, 0.01)], are_as_recorded=False)
     assert math.log(pooled.ratio) == pytest.approx((0.10 * 100 + 0.11) / 101)
 
 
@@ -92,6 +105,17 @@ def test_comparisons_of_one_question_are_summarized(tmp_path, monkeypatch):
             assert words in text
     [row, *_] = json.loads(as_json(reports))["occasions"]
     assert row["pooled"]["low"] < row["pooled"]["ratio"] < row["pooled"]["high"]
+
+
+def test_one_occasion_says_how_far_it_reaches(tmp_path):
+    """On a CPU, as if it were pooled alone; no record says how much GPUs vary."""
+    [folder] = comparisons_of(tmp_path, 1)
+    told = Report(read_comparison(folder))
+    wider, _ = pool([told.verdicts[0].speed])
+    for text in (as_text([told]), as_markdown([told]), as_page([told])):
+        assert f"over all occasions is {ratio_text(wider)}, {interval_text(wider)}" in text
+    change_all(folder, "environment", device="cuda")
+    assert Report(read_comparison(folder)).reach == ""
 
 
 def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path):

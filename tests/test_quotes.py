@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from compare.evidence.goals import AT_GOAL, MISSED, OPEN, REACHED, Goal
-from compare.evidence.occasions import pool
+from compare.evidence.judgement import holm
+from compare.evidence.occasions import RECORDED_SPREAD, pool
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
 from compare.evidence.record import FILE, read_comparison
 from compare.evidence.turns import Block
@@ -266,28 +267,31 @@ def test_the_page_says_how_much_occasions_differed() -> None:
     for report in all_reports():
         asked[report.record.folder.parent, report.record.plan.question].append(report)
     largest = {True: 0.0, False: 0.0}  # of squares, of others
+    squares = degrees = 0.0
     for reports in asked.values():
         if len(reports) < 2:
             continue
         is_square = "square" in reports[0].record.folder.name
         for row in SideBySide(reports).occasions:
-            _, spread = pool([one for one in row["found"] if one])
+            known = [one for one in row["found"] if one]
+            _, spread = pool(known)
+            squares, degrees = squares + (len(known) - 1) * spread**2, degrees + len(known) - 1
             largest[is_square] = max(largest[is_square], spread)
     [limit] = [one for one in report_of(PICTURED).limits if one.startswith("Other occasions")]
     of_all, of_squares = (float(one) for one in re.findall(r"([\d.]+) %", limit))
     assert of_squares == round(100 * largest[True], 1)
     assert of_all == round(100 * max(largest.values()), 1)
+    assert round(math.sqrt(squares / degrees), 4) == RECORDED_SPREAD
 
 
-def test_what_the_readme_pools_decides_nothing_if_it_is_corrected() -> None:
+def test_what_the_readme_pools_is_decided_if_it_is_corrected() -> None:
     found = linked((ROOT / "README.md").read_text())
     pooled = [row["pooled"] for both in together(found) for row in both.occasions]
-    text = " ".join((ROOT / "README.md").read_text().split())
-    table = text.partition("## Two commands")[0]
-    quoted = [one for one in pooled if f"({one.low:.3f} to {one.high:.3f})" in table]
-    assert len(quoted) == 4  # those with three decimals, the narrow ones
-    assert "with that correction the two comparisons together decide none" in table
-    assert min(one.p_difference() for one in quoted) > 0.05 / 7  # ratios in the table
+    table = (ROOT / "README.md").read_text().partition("## Two commands")[0]
+    quoted = dict(enumerate(one for one in pooled if f"({one.low:.3f} to {one.high:.3f})" in table))
+    assert len(quoted) == 7  # ratios in the table
+    assert "with that correction all seven are decided" in " ".join(table.split())
+    assert holm({at: one.p_difference() for at, one in quoted.items()}, 0.05) == {*quoted}
 
 
 def test_the_docs_say_how_long_a_block_takes() -> None:

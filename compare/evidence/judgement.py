@@ -30,7 +30,7 @@ class Finding:
         return has_interval and self.is_finished and not self.differences
 
 
-def find(record: Record, group: Group, powers: Mapping[str, int]) -> Finding:
+def find(record: Record, group: Group, powers: Mapping[str, float]) -> Finding:
     """Return what the blocks of a group show of the product of these sides' speeds, each raised to
     its power (as in `estimate`)."""
     between = group.facts_between([*powers])

@@ -4,7 +4,8 @@ The interval of one comparison covers what varies from block to block. It does n
 the same for an hour and is different in the next, such as the host of a virtual machine, or its
 neighbours. So the occasions' ratios are pooled by a random-effects model: each occasion has a true
 ratio of its own, which varies about the common one with a standard deviation that is estimated,
-too. The resulting interval is for the common ratio.
+too. The resulting interval is for the common ratio. Two or three occasions hardly show that
+standard deviation, so what the records under results/ show counts beside them.
 """
 
 import math
@@ -15,12 +16,17 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from compare.evidence.paired import CONFIDENCE, Estimate, student_quantile
+from compare.evidence.paired import Estimate, with_error
 from compare.evidence.record import Record
 from recipe.errors import UserError
 
 Key = tuple[str, int, str, str]  # case, workers, and the labels of first and second
 MIN_OCCASIONS = 4  # to give a standard deviation between them: from fewer it is often 0 by chance
+# The standard deviation of a ratio's logarithm between occasions of training on CPUs: the root mean
+# square of those of all ratios in the records that were measured on several occasions, each with
+# the weight of its degrees of freedom.
+RECORDED_SPREAD = 0.0177
+RECORDED_DEGREES = 6  # it counts as much as so many further occasions
 
 
 def refuse_copies(comparisons: Sequence[Record]) -> None:
@@ -35,17 +41,19 @@ def refuse_copies(comparisons: Sequence[Record]) -> None:
             )
 
 
-def over_occasions(comparisons: Sequence[Mapping[Key, Estimate]]) -> list[dict[str, Any]]:
+def over_occasions(
+    comparisons: Sequence[Mapping[Key, Estimate]], are_as_recorded: bool = True
+) -> list[dict[str, Any]]:
     """Return a row for each ratio that at least two of the comparisons have; all must have asked
     the same question. A row has each comparison's estimate (None if it has no such verdict), the
     pooled one, and the spread: the standard deviation between occasions, on logarithms (0.02 is
-    2 %), or None with too few occasions."""
+    2 %), or None with too few occasions. `are_as_recorded`: see `pool`."""
     rows = []
     for key in dict.fromkeys(key for ratios in comparisons for key in ratios):
         estimates = tuple(ratios.get(key) for ratios in comparisons)
         known = [estimate for estimate in estimates if estimate]
         if len(known) > 1:
-            pooled, spread = pool(known)
+            pooled, spread = pool(known, are_as_recorded)
             names = ("case", "workers", "first_label", "second_label")
             rows.append(
                 {
@@ -58,19 +66,20 @@ def over_occasions(comparisons: Sequence[Mapping[Key, Estimate]]) -> list[dict[s
     return rows
 
 
-def pool(estimates: Sequence[Estimate]) -> tuple[Estimate, float]:
-    """Return the common ratio of at least two occasions with its interval, and the standard
-    deviation between occasions. Both are computed on logarithms, with each occasion's standard
-    error (> 0).
+def pool(estimates: Sequence[Estimate], are_as_recorded: bool = True) -> tuple[Estimate, float]:
+    """Return the common ratio of some occasions with its interval, and the standard deviation that
+    these occasions show. Both are computed on logarithms, with each occasion's standard error
+    (> 0).
 
     The variance between occasions is the value at which the weighted sum of squares about the mean
     equals its degrees of freedom (Paule and Mandel, Journal of Research of the National Bureau of
-    Standards 87, 1982), or 0 if the sum is smaller. Hartung and Knapp (Statistics in Medicine 20,
-    2001) multiply the model's variance by the ratio of that sum to its degrees of freedom, which is
-    then 1 at most. Röver, Knapp and Friede (BMC Medical Research Methodology 15:99, 2015) take it
-    as at least 1: otherwise few occasions that agree by chance get too narrow an interval. So the
-    variance is the model's own, and the interval is Student's, with one degree of freedom less than
-    there are occasions.
+    Standards 87, 1982), or 0 if the sum is smaller. If occasions may be taken to differ as the
+    recorded ones did (`are_as_recorded`: of training on CPUs), the interval takes it as at least
+    RECORDED_SPREAD squared, and has RECORDED_DEGREES degrees of freedom more than one less than
+    there are occasions: so even a single one has an interval. Else at least two are needed, whose
+    interval is very wide. Few occasions may agree by chance, so Hartung and Knapp's factor
+    (Statistics in Medicine 20, 2001) is at least 1, as Röver, Knapp and Friede advise (BMC Medical
+    Research Methodology 15:99, 2015), and thus always 1.
     """
     ratios = tuple(estimate.ratio for estimate in estimates)
     logs, variances = np.log(ratios), np.square([estimate.error for estimate in estimates])
@@ -81,11 +90,12 @@ def pool(estimates: Sequence[Estimate]) -> tuple[Estimate, float]:
         freedom."""
         weights = 1 / (variances + between)
         mean = float(np.average(logs, weights=weights))
-        return mean, weights.sum() ** -0.5, float(weights @ (logs - mean) ** 2) - degrees
+        return mean, float(weights.sum()) ** -0.5, float(weights @ (logs - mean) ** 2) - degrees
 
-    excess, most = lambda value: pooled(value)[-1], np.var(logs, ddof=1)
-    between = brentq(excess, 0.0, most) if excess(0.0) > 0 else 0.0
-    mean, error, _ = pooled(between)
-    half = student_quantile(CONFIDENCE, degrees) * error
-    ratio, low, high = np.exp([mean, mean - half, mean + half]).tolist()
-    return Estimate(ratio, low, high, ratios, error, degrees), math.sqrt(between)
+    between = 0.0
+    if degrees and pooled(0.0)[-1] > 0:
+        between = brentq(lambda value: pooled(value)[-1], 0.0, np.var(logs, ddof=1))
+    mean, error, _ = pooled(max(between, RECORDED_SPREAD**2) if are_as_recorded else between)
+    found = Estimate(math.exp(mean), None, None, ratios)
+    known = degrees + RECORDED_DEGREES if are_as_recorded else degrees
+    return with_error(found, error, known), math.sqrt(between)

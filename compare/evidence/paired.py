@@ -6,8 +6,9 @@ process that slows one engine and not the other becomes part of the ratio; the i
 show it.
 
 The interval is Student's t on the logarithms of the blocks' ratios (Student, Biometrika 6, 1908).
-Each pair's variance is estimated from that pair alone: engines differ in how noisy they are, so
-other pairs in the same blocks say little about it. stopping.py reports simulations;
+Three blocks hardly show their variance, but the turns within them foretell it. Where they do, on
+CPUs, `moderated` uses both: a moderated t (Smyth, Statistical Applications in Genetics and
+Molecular Biology 3, 2004). docs/statistics.md reports the simulations behind it;
 tests/test_compare_coverage.py repeats them.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtr, stdtr, stdtrit
+from scipy.special import fdtri, ndtr, stdtr, stdtrit
 
 MIN_BLOCKS = 3  # with two, Student's interval is +-12.7 standard errors: useless
 CONFIDENCE = 0.95
@@ -26,6 +27,11 @@ INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 # the half-width with 80 %: (1.96 + 0.84) / 1.96 = 1.43 if the noise is known; a little less with
 # few blocks, (2.36 + 0.90) / 2.36 = 1.38 with eight, by Student's quantiles.
 HALF_WIDTHS_OF_80_PERCENT = 1.5
+# Variance of blocks / variance foretold by their turns, in training on CPUs: launches add to it.
+# It differs between comparisons as if each had estimated it with so many degrees of freedom. Both
+# are cautious: the records under results/ show 1.0 to 1.1, and 16 or more.
+BLOCKS_OVER_TURNS = 1.2
+LAUNCH_DEGREES = 8
 
 
 def confidence_after(extensions: int) -> float:
@@ -51,13 +57,19 @@ class Estimate:
     high: float | None
     ratios: tuple[float, ...]
     error: float = 0.0  # standard error of the ratio's logarithm
-    degrees: int = 0  # degrees of freedom of that error
+    degrees: float = 0  # degrees of freedom of that error
     confidence: float = CONFIDENCE
     turn_error: float = 0.0  # `error` as predicted from the turns within blocks; 0: not known
+    is_moderated: bool = False  # False: `error` is from the blocks alone, the interval is Student's
 
     @property
     def blocks(self) -> int:
         return len(self.ratios)
+
+    @property
+    def block_error(self) -> float:
+        """`error` as the blocks alone show it, with one degree of freedom less than blocks."""
+        return float(np.std(np.log(self.ratios), ddof=1)) / math.sqrt(self.blocks)
 
     @property
     def relative_half_width(self) -> float:
@@ -134,9 +146,56 @@ def estimate_logs(logs: Sequence[float], confidence: float = CONFIDENCE) -> Esti
     if n < MIN_BLOCKS:
         return Estimate(math.exp(center), None, None, ratios, confidence=confidence)
     error = float(np.std(logs, ddof=1)) / math.sqrt(n)
-    half = student_quantile(confidence, n - 1) * error
-    low, high = math.exp(center - half), math.exp(center + half)
-    return Estimate(math.exp(center), low, high, ratios, error, n - 1, confidence)
+    found = Estimate(math.exp(center), None, None, ratios, confidence=confidence)
+    return with_error(found, error, n - 1)
+
+
+def with_error(estimate: Estimate, error: float, degrees: float) -> Estimate:
+    """Return the estimate with the interval that follows from this standard error."""
+    factor = math.exp(student_quantile(estimate.confidence, degrees) * error)
+    low, high = estimate.ratio / factor, estimate.ratio * factor
+    return replace(estimate, low=low, high=high, error=error, degrees=degrees)
+
+
+class Scatter(NamedTuple):
+    """How much more the blocks of a group scatter than their turns foretell: over all its sides,
+    because three blocks of one pair hardly show it."""
+
+    over_foretold: float  # variance between blocks / the variance foretold
+    degrees: int  # degrees of freedom of the variance between blocks
+    turn_degrees: int  # degrees of freedom of the variance between turns
+
+    @property
+    def foretold_degrees(self) -> float:
+        """The degrees of freedom of the variance foretold: the relative variances add of what
+        launches add and of what the turns show."""
+        return 1 / (1 / LAUNCH_DEGREES + 1 / self.turn_degrees)
+
+    def quantile(self, probability: float) -> float:
+        """Return the value that `over_foretold` does not exceed with this probability."""
+        f_quantile = fdtri(self.degrees, self.foretold_degrees, probability)
+        return BLOCKS_OVER_TURNS * float(f_quantile)
+
+
+def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
+    """Return Student's estimate with the error of a moderated t, if turns foretell one.
+
+    The variance foretold by the turns, times what launches add, stands beside the variance of the
+    pair's own blocks, each with the weight of its degrees of freedom. What launches add is
+    estimated from the records and from all sides of the group; it is never less than in the
+    records. If the group's blocks scatter more than in three of four such groups, turns may
+    foretell too little: then the wider of this interval and Student's is returned.
+    """
+    if estimate.low is None or not estimate.turn_error:
+        return estimate
+    prior, own, of_group = scatter.foretold_degrees, estimate.blocks - 1, scatter.degrees
+    launches = (prior * BLOCKS_OVER_TURNS + of_group * scatter.over_foretold) / (prior + of_group)
+    foretold = max(BLOCKS_OVER_TURNS, launches) * estimate.turn_error**2
+    error = math.sqrt((prior * foretold + own * estimate.error**2) / (prior + own))
+    found = replace(with_error(estimate, error, prior + own), is_moderated=True)
+    if scatter.over_foretold > scatter.quantile(0.75):
+        return max(found, estimate, key=lambda one: one.relative_half_width)
+    return found
 
 
 class Difference(NamedTuple):
@@ -155,6 +214,6 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Di
     return Difference(center, student_quantile(confidence, n - 1) * error)
 
 
-def student_quantile(confidence: float, degrees: int) -> float:
+def student_quantile(confidence: float, degrees: float) -> float:
     """Return t such that a Student variable lies in -t..t with this probability."""
     return float(stdtrit(degrees, 0.5 + confidence / 2))

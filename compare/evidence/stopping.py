@@ -16,18 +16,21 @@ import numpy as np
 from scipy.special import stdtrit
 
 from compare.evidence.group import Group
-from compare.evidence.paired import CONFIDENCE, MIN_BLOCKS, Estimate, student_quantile
+from compare.evidence.paired import (
+    BLOCKS_OVER_TURNS,
+    CONFIDENCE,
+    LAUNCH_DEGREES,
+    MIN_BLOCKS,
+    Estimate,
+    student_quantile,
+)
 from compare.plan.blocks import LEAD_IN_STEPS, ROUNDS
 from compare.plan.plan import Plan, percentage
 
-MIN_DEGREES_TO_STOP = 9  # degrees of freedom an interval needs to end a measurement: ten blocks
-# Standard error from blocks / standard error from their turns, in the records under results/:
-# launches add to it.
-BLOCKS_OVER_TURNS = math.sqrt(1.2)
-# Variance of a side's speed from launch to launch / from turn to turn, in the same records, whose
-# blocks have eight rounds: (1.2 - 1) / 8; and the degrees of freedom that this is worth beside what
-# is being measured.
-LAUNCH_SHARE, LAUNCH_DEGREES = 1 / 40, 8
+MIN_BLOCKS_TO_STOP = 10  # that the width of an interval needs to end a measurement
+# Variance of a side's speed from launch to launch / from turn to turn, in the records under
+# results/, whose blocks have eight rounds.
+LAUNCH_SHARE = (BLOCKS_OVER_TURNS - 1) / ROUNDS
 MIN_ROUNDS, MOST_ROUNDS = 4, 200  # in a block, where they follow from what was measured
 MOST_STRETCH = 2  # times --minutes: where other processes use the cores, blocks end after so long
 
@@ -141,18 +144,19 @@ def reason_to_stop(
 
 
 def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
-    """Return whether enough blocks were measured: for every estimate, the half-width is at most the
-    plan's `until_interval`, there are enough degrees of freedom, and the scatter of the turns
-    predicts no wider interval (one of few blocks may be narrow by chance).
+    """Return whether enough blocks were measured: for every estimate there are MIN_BLOCKS_TO_STOP,
+    Student's half-width is at most the plan's `until_interval`, and the scatter of the turns
+    predicts no wider interval (one of few blocks may be narrow by chance). The interval that the
+    report gives may be another; the rule needs the blocks' own degrees of freedom.
 
     Only the width of an interval may end a measurement, never its position. A rule that stops as
     soon as an interval lies beyond the margin selects the intervals that miss a true ratio of the
     margin's size (92.6 of 100 cover it instead of 94.2).
     """
     return all(
-        ratio.degrees >= MIN_DEGREES_TO_STOP
-        and ratio.relative_half_width <= plan.until_interval
-        and student_quantile(ratio.confidence, ratio.degrees) * BLOCKS_OVER_TURNS * ratio.turn_error
+        ratio.blocks >= MIN_BLOCKS_TO_STOP
+        and student_quantile(ratio.confidence, ratio.blocks - 1)
+        * max(ratio.block_error, math.sqrt(BLOCKS_OVER_TURNS) * ratio.turn_error)
         <= math.log1p(plan.until_interval)
         for ratio in estimates
     )

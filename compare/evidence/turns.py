@@ -121,7 +121,7 @@ class Block:
         weights = amounts if max(amounts) > 1.001 * min(amounts) else None
         return harmonic_mean([value(turn) for turn in turns], weights)
 
-    def log_contrast(self, powers: Mapping[str, int], value: Callable[[Turn], float]) -> float:
+    def log_contrast(self, powers: Mapping[str, float], value: Callable[[Turn], float]) -> float:
         """Return the logarithm of the product of the sides' rates, each raised to its power:
         {"a": 1, "b": -1} gives the ratio a / b."""
         return math.fsum(power * math.log(self.rate(side, value)) for side, power in powers.items())
@@ -145,7 +145,7 @@ def work_per_cpu_second(turn: Turn) -> float:
 
 def estimate(
     blocks: Sequence[Block],
-    powers: Mapping[str, int],
+    powers: Mapping[str, float],
     value: Callable[[Turn], float] = throughput,
     confidence: float = CONFIDENCE,
 ) -> Estimate:
@@ -155,7 +155,7 @@ def estimate(
     return estimate_logs([block.log_contrast(powers, value) for block in whole], confidence)
 
 
-def turn_error(blocks: Sequence[Block], powers: Mapping[str, int]) -> float:
+def turn_error(blocks: Sequence[Block], powers: Mapping[str, float]) -> float:
     """Return the standard error of the logarithm of such a product of throughputs, predicted from
     the scatter of the turns within blocks. It lacks what launches add. 0 for whole runs."""
     scatter = [

@@ -10,8 +10,9 @@ from typing import Any
 
 from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
-from compare.evidence.occasions import Key, over_occasions
-from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
+from compare.evidence.group import Group
+from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
+from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
 from compare.evidence.rows import (
     phase_differences,
@@ -26,6 +27,7 @@ from compare.evidence.words import (
     counted_text,
     percent_text,
     place_text,
+    ratio_text,
     short,
     shortest_unique_names,
     time_text,
@@ -33,7 +35,7 @@ from compare.evidence.words import (
 )
 from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
 from compare.page.labels import labels_of
-from compare.page.sentences import correction_text
+from compare.page.sentences import correction_text, interval_text
 from compare.plan.configurations import ENGINES, PEERS
 from compare.plan.environment import path_from_here
 from compare.plan.plan_file import plan_table
@@ -232,6 +234,39 @@ class Report:
         return f"The record: {blocks}, SHA-256 {self.record.head}."
 
     @property
+    def is_on_cpus(self) -> bool:
+        return all(run.environment.device == "cpu" for run in self.record.written)
+
+    @property
+    def reach(self) -> str:
+        """How far one occasion reaches: the first pair's ratio over occasions, as pooling gives it
+        for this one alone. "" where occasions need not differ as the recorded ones."""
+        first = self.verdicts[0] if self.verdicts else None
+        if first is None or first.speed is None or not first.is_judged or first.is_null_test:
+            return ""
+        if not self.is_on_cpus or self.record.unit == "bytes" or not first.speed.error:
+            return ""
+        pooled, _ = pool([first.speed])
+        return (
+            "These intervals are for this occasion. On the recorded machines a ratio differed "
+            f"between occasions by a standard deviation of {100 * RECORDED_SPREAD:.2f} %; if it "
+            f"does here, {first.first_label} / {first.second_label} over all occasions is "
+            f"{ratio_text(pooled)}, {interval_text(pooled)}."
+        )
+
+    @property
+    def method(self) -> str:
+        """How the intervals of speed ratios were computed."""
+        speeds = [verdict.speed for verdict in self.verdicts if verdict.speed]
+        if any(speed.is_moderated for speed in speeds):
+            return (
+                "a moderated t on the logarithms of the blocks' ratios (Smyth 2004), with the "
+                "variance of the blocks and that which their turns foretell; Student's where the "
+                "turns foretell too little."
+            )
+        return "Student's t on the logarithms of the blocks' ratios (Biometrika 6, 1908)."
+
+    @property
     def reproduce(self) -> list[str]:
         """The commands that repeat this comparison."""
         plan = self.record.plan
@@ -289,7 +324,7 @@ class Report:
                 "Other occasions. An interval describes this hour on this machine. When "
                 "comparisons were repeated on the recorded machines, their ratios differed between "
                 "occasions by a standard deviation of up to 6.1 % (two occasions of engines as "
-                "they come; up to 3.5 % in squares of engines and transports). Measure again at "
+                "they come; up to 3.1 % in squares of engines and transports). Measure again at "
                 "other hours, and give report.py all folders.",
                 f"Small differences. A difference must be about {shown} to be found in 80 of 100 "
                 "such comparisons, and two thirds of that to be found in 50. Some verdicts may "
@@ -329,7 +364,10 @@ class SideBySide:
             values[name] = [without_paths(values_text(record, name)) for record in records]
         self.differences = {name: texts for name, texts in values.items() if len({*texts}) > 1}
         others = [name for name, texts in self.differences.items() if asks_other(name, texts)]
-        pooled = over_occasions([report.ratios for report in reports])
+        pooled = over_occasions(
+            [report.ratios for report in reports],
+            are_as_recorded=all(report.is_on_cpus for report in reports),
+        )
         self.occasions = [] if others else pooled
         self.headline = headline_of_occasions(self.occasions)
         self.not_pooled = ""
@@ -377,6 +415,12 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         f"same command of run.py continues it: {so_far}"
         for place, so_far in record.unfinished.items()
     ]
+    found[WARNINGS] += [
+        line
+        for group in record.groups
+        if group.place not in record.unfinished and plan.pairs()
+        for line in doubtful_blocks(group, len(record.groups))
+    ]
     found[WARNINGS] += correlated_blocks(record)
     found[MISSING] += [
         f"{name}: {WITHOUT_HOROVOD if plan.known()[name].engine == 'horovod' else WITHOUT_MPI}"
@@ -409,6 +453,34 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         for failure in record.earlier_failures
     ]
     return [(title, lines) for title, lines in found.items() if lines]
+
+
+def doubtful_blocks(group: Group, num_groups: int) -> Iterator[str]:
+    """Yield warnings of turns and blocks from which intervals follow less surely."""
+    place, scatter = place_text(*group.place), group.scatter
+    one_step = {name for block in group.turns for name, steps in block.steps.items() if steps == 1}
+    if one_step:
+        yield (
+            f"{place}: turns of one step ({', '.join(sorted(one_step))}): the step before it takes "
+            "as long and does not count, and exposed communication rests on few steps"
+        )
+    if group.num_blocks == MIN_BLOCKS:
+        yield (
+            f"{place}: {MIN_BLOCKS} blocks only, the fewest that have an interval; they hardly "
+            "show how much launches differ"
+        )
+    # At most 1 % false warnings in all groups together.
+    if scatter and scatter.over_foretold > scatter.quantile(1 - 0.005 / num_groups):
+        yield (
+            f"{place}: the variance between blocks is {scatter.over_foretold:.3g} times what "
+            "their turns foretell: launches differ much here, so few blocks say little"
+        )
+    if scatter and scatter.over_foretold < scatter.quantile(0.005 / num_groups):
+        yield (
+            f"{place}: the variance between blocks is only {scatter.over_foretold:.2g} times what "
+            "their turns foretell, by chance or because disturbances even out within a block: the "
+            "intervals may be wider than they need be"
+        )
 
 
 def correlated_blocks(record: Record) -> Iterator[str]:

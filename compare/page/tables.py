@@ -11,6 +11,7 @@ from typing import Any
 import tabulate
 
 from compare.evidence.goals import Goal
+from compare.evidence.occasions import RECORDED_DEGREES, RECORDED_SPREAD
 from compare.evidence.paired import INTERVAL, Difference, Estimate
 from compare.evidence.words import digits, place_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
@@ -21,10 +22,12 @@ from compare.plan.configurations import PEERS
 POOLED = (
     f"Speed ratios with their {INTERVAL}s: each occasion's ratio, and their common ratio by a "
     "random-effects model. The standard deviation of the true ratio between occasions is given "
-    "from four occasions on. It is hardly known from few of them, which makes the common interval "
-    "wide (Student's quantile is 12.7 for two, 4.3 for three, 2.8 for five). Each interval covers "
-    "its own ratio alone, without a correction for their number. Unfinished measurements are left "
-    "out."
+    "from four occasions on. It is hardly known from few of them: so on CPUs the common interval "
+    f"takes it as at least {100 * RECORDED_SPREAD:.2f} %, by which the recorded occasions "
+    f"differed; they count as much as {RECORDED_DEGREES} further ones. On GPUs these occasions "
+    "alone count, and the interval is wide (Student's quantile is 12.7 for two, 4.3 for three, "
+    "2.8 for five). Each interval covers its own ratio alone, without a correction for their "
+    "number. Unfinished measurements are left out."
 )
 APART = (
     "These comparisons were not measured in the same blocks. A ratio between two of them would "
