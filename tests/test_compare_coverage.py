@@ -164,7 +164,7 @@ def scatter_of(speeds: Array) -> Scatter:
     less_mean = np.eye(sides) - 1 / sides
     between = (log_throughput(speeds) @ less_mean).var(axis=0, ddof=1).sum()
     within = (speeds @ less_mean).var(axis=1, ddof=1).sum() / blocks / rounds
-    return Scatter(between / within, (sides - 1) * (blocks - 1), blocks * (rounds - 1))
+    return Scatter(between / within, (sides - 1) * (blocks - 1), blocks * (rounds - 1), rounds)
 
 
 def assert_covered(found: list[list[Estimate]], truth: Sequence[float] = TRUTH) -> None:

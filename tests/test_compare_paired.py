@@ -16,7 +16,6 @@ from scipy.special import stdtr
 
 from compare.evidence.group import Group
 from compare.evidence.paired import (
-    BLOCKS_OVER_TURNS,
     Estimate,
     Scatter,
     estimate_logs,
@@ -25,6 +24,7 @@ from compare.evidence.paired import (
     student_quantile,
 )
 from compare.evidence.stopping import (
+    BLOCKS_OVER_TURNS,
     MIN_BLOCKS_TO_STOP,
     cost_of,
     is_enough,
@@ -145,7 +145,7 @@ def test_turns_let_one_expect_the_scatter_of_the_blocks():
     group = Group(Plan(), "", 2, 0.95, blocks, [], [])
     ratios = tuple(1 + 1e-6 * at for at in range(60))
     narrow = replace(group.estimates[first, second], ratios=ratios)
-    share = student_quantile(0.95, 59) * math.sqrt(BLOCKS_OVER_TURNS) * narrow.turn_error
+    share = student_quantile(0.95, 59) * BLOCKS_OVER_TURNS * narrow.turn_error
     for factor, enough in ((1.1, True), (0.9, False)):
         assert is_enough([narrow], Plan(until_interval=Share(factor * share))) == enough
 
@@ -164,7 +164,7 @@ LOGS = [0.03, 0.05, 0.04]  # mean 0.04, standard deviation 0.01
 )
 def test_the_turns_moderate_the_blocks_variance_by_hand(over_foretold, error, degrees):
     student = replace(estimate_logs(LOGS), turn_error=0.02 / math.sqrt(3))
-    found = moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24))
+    found = moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24, rounds=8))
     assert (found.error, found.degrees) == (pytest.approx(error), degrees)
     half = student_quantile(0.95, degrees) * error
     assert math.log(found.high / found.low) / 2 == pytest.approx(half)
@@ -177,17 +177,17 @@ def test_where_blocks_scatter_more_than_turns_foretell_the_wider_interval_counts
     """F has 6 and 6 degrees of freedom: its upper quartile is 1.78, times 1.2."""
     student = replace(estimate_logs(LOGS), turn_error=0.002)
     below, above = (
-        moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24))
+        moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24, rounds=8))
         for over_foretold in (1.77 * 1.2, 1.79 * 1.2)
     )
     assert below.is_moderated and below.high < student.high
     assert above == student
     wide = replace(student, turn_error=0.1)
-    assert moderated(wide, Scatter(9.0, degrees=6, turn_degrees=24)).high > student.high
+    assert moderated(wide, Scatter(9.0, degrees=6, turn_degrees=24, rounds=8)).high > student.high
 
 
 def test_without_turns_and_without_blocks_nothing_is_foretold():
-    scatter = Scatter(1.0, degrees=6, turn_degrees=24)
+    scatter = Scatter(1.0, degrees=6, turn_degrees=24, rounds=8)
     whole, few = estimate_logs(LOGS), replace(estimate_logs(LOGS[:2]), turn_error=0.01)
     assert moderated(whole, scatter) == whole and moderated(few, scatter) == few
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from compare.evidence.goals import OPEN, Goal
 from compare.evidence.paired import (
-    BLOCKS_OVER_TURNS,
     HALF_WIDTHS_OF_80_PERCENT,
     MIN_BLOCKS,
     confidence_after,
     student_quantile,
 )
 from compare.evidence.record import Record
+from compare.evidence.stopping import BLOCKS_OVER_TURNS
 from compare.evidence.verdicts import Verdict
 from compare.plan.plan import MOST
 
@@ -69,7 +69,7 @@ def blocks_to_decide(record: Record, finding: Verdict | Goal) -> int:
     if speed.low is None:
         return MIN_BLOCKS
     confidence = 1 - (1 - confidence_after(record.extensions + 1)) / finding.family
-    error = max(speed.error, math.sqrt(BLOCKS_OVER_TURNS) * speed.turn_error)
+    error = max(speed.error, BLOCKS_OVER_TURNS * speed.turn_error)
     narrow = max(distance(finding) / HALF_WIDTHS_OF_80_PERCENT, math.log1p(plan.until_interval))
 
     def is_narrow(blocks: int) -> bool:

@@ -80,7 +80,8 @@ class Group:
         variance 83 to 120 times as large), and for all-reduces alone (up to 13 times).
         """
         names, blocks = self.plan.names, self.blocks_with(self.plan.names)
-        turn_degrees = sum(len(block.quiet_rounds) - 1 for block in blocks)
+        rounds = sum(len(block.quiet_rounds) for block in blocks)
+        turn_degrees = rounds - len(blocks)
         is_on_cpus = all(side.environment.device == "cpu" for side in self.sides)
         if len(blocks) < 2 or len(names) < 2 or not turn_degrees or not is_on_cpus:
             return None
@@ -92,7 +93,9 @@ class Group:
             found += np.var([block.log_contrast(powers, throughput) for block in blocks], ddof=1)
             foretold += turn_error(blocks, powers) ** 2 * len(blocks)
         degrees = (len(names) - 1) * (len(blocks) - 1)
-        return Scatter(found / foretold, degrees, turn_degrees) if foretold else None
+        if not foretold:
+            return None
+        return Scatter(found / foretold, degrees, turn_degrees, rounds / len(blocks))
 
     @cached_property
     def estimates(self) -> dict[tuple[str, str], Estimate]:

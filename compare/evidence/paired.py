@@ -27,11 +27,11 @@ INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 # the half-width with 80 %: (1.96 + 0.84) / 1.96 = 1.43 if the noise is known; a little less with
 # few blocks, (2.36 + 0.90) / 2.36 = 1.38 with eight, by Student's quantiles.
 HALF_WIDTHS_OF_80_PERCENT = 1.5
-# Variance of blocks / variance foretold by their turns, in training on CPUs: launches add to it.
-# It differs between comparisons as if each had estimated it with so many degrees of freedom. Both
-# are cautious: the records under results/ show 1.0 to 1.1, and 16 or more.
-BLOCKS_OVER_TURNS = 1.2
-LAUNCH_DEGREES = 8
+# Variance of a side's speed from launch to launch / from turn to turn, in training on CPUs. So the
+# variance between blocks of eight rounds is 1.2 times the one that their turns foretell. This
+# differs between comparisons as if each had estimated it with so many degrees of freedom. Both are
+# cautious: the records under results/ show 1.0 to 1.1 (six to ten rounds), and 16 or more.
+LAUNCH_SHARE, LAUNCH_DEGREES = 1 / 40, 8
 
 
 def confidence_after(extensions: int) -> float:
@@ -164,6 +164,13 @@ class Scatter(NamedTuple):
     over_foretold: float  # variance between blocks / the variance foretold
     degrees: int  # degrees of freedom of the variance between blocks
     turn_degrees: int  # degrees of freedom of the variance between turns
+    rounds: float  # of a block, on average
+
+    @property
+    def expected(self) -> float:
+        """The value of `over_foretold` to be expected: what launches add weighs the more, the more
+        rounds a block has."""
+        return 1 + LAUNCH_SHARE * self.rounds
 
     @property
     def foretold_degrees(self) -> float:
@@ -174,7 +181,7 @@ class Scatter(NamedTuple):
     def quantile(self, probability: float) -> float:
         """Return the value that `over_foretold` does not exceed with this probability."""
         f_quantile = fdtri(self.degrees, self.foretold_degrees, probability)
-        return BLOCKS_OVER_TURNS * float(f_quantile)
+        return self.expected * float(f_quantile)
 
 
 def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
@@ -189,8 +196,8 @@ def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
     if estimate.low is None or not estimate.turn_error:
         return estimate
     prior, own, of_group = scatter.foretold_degrees, estimate.blocks - 1, scatter.degrees
-    launches = (prior * BLOCKS_OVER_TURNS + of_group * scatter.over_foretold) / (prior + of_group)
-    foretold = max(BLOCKS_OVER_TURNS, launches) * estimate.turn_error**2
+    known = prior * scatter.expected + of_group * scatter.over_foretold
+    foretold = max(scatter.expected, known / (prior + of_group)) * estimate.turn_error**2
     error = math.sqrt((prior * foretold + own * estimate.error**2) / (prior + own))
     found = replace(with_error(estimate, error, prior + own), is_moderated=True)
     if scatter.over_foretold > scatter.quantile(0.75):

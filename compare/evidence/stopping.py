@@ -17,9 +17,9 @@ from scipy.special import stdtrit
 
 from compare.evidence.group import Group
 from compare.evidence.paired import (
-    BLOCKS_OVER_TURNS,
     CONFIDENCE,
     LAUNCH_DEGREES,
+    LAUNCH_SHARE,
     MIN_BLOCKS,
     Estimate,
     student_quantile,
@@ -28,9 +28,8 @@ from compare.plan.blocks import LEAD_IN_STEPS, ROUNDS
 from compare.plan.plan import Plan, percentage
 
 MIN_BLOCKS_TO_STOP = 10  # that the width of an interval needs to end a measurement
-# Variance of a side's speed from launch to launch / from turn to turn, in the records under
-# results/, whose blocks have eight rounds.
-LAUNCH_SHARE = (BLOCKS_OVER_TURNS - 1) / ROUNDS
+# Standard error from blocks / standard error from their turns, in blocks of ROUNDS.
+BLOCKS_OVER_TURNS = math.sqrt(1 + LAUNCH_SHARE * ROUNDS)
 MIN_ROUNDS, MOST_ROUNDS = 4, 200  # in a block, where they follow from what was measured
 MOST_STRETCH = 2  # times --minutes: where other processes use the cores, blocks end after so long
 
@@ -156,7 +155,7 @@ def is_enough(estimates: Iterable[Estimate], plan: Plan) -> bool:
     return all(
         ratio.blocks >= MIN_BLOCKS_TO_STOP
         and student_quantile(ratio.confidence, ratio.blocks - 1)
-        * max(ratio.block_error, math.sqrt(BLOCKS_OVER_TURNS) * ratio.turn_error)
+        * max(ratio.block_error, BLOCKS_OVER_TURNS * ratio.turn_error)
         <= math.log1p(plan.until_interval)
         for ratio in estimates
     )
