@@ -115,8 +115,8 @@ TASK = [
 PROCEDURE = [
     ("hostfile", Annotated[str | None, arg(metavar="FILE", help="hosts, in lines of the form 'name "
      "slots=N', in place of --hosts")], None),
-    ("no_warm_up", Annotated[bool, arg(help="leave out the short run of each engine before the "
-     "first measured one")], False),
+    ("no_warm_up", Annotated[bool, arg(help="with --measure runs: leave out the short run of each "
+     "engine before the first measured one")], False),
     ("out", Annotated[Path | None, arg(metavar="DIR", help="the comparison's folder; one that "
      "exists is continued (default: runs/compare-<UTC time>, or the newest one there if it holds "
      "this plan unfinished)")], None),
@@ -275,7 +275,6 @@ def run_plan(plan: Plan, folder: Path, options: SimpleNamespace, argv: list[str]
         plan_there = replace(plan_there, warnings=tuple(dict.fromkeys(warnings)))
     record_plan(plan_there, record)
     print_outlook(plan, record)
-    # A block of turns has a warm-up of its own, and only the first one may find the data unread.
     is_cold = record.missing(plan.runs()) or not record.num_blocks
     if is_cold and not options.no_warm_up and not warm_up(plan, folder):
         return 1

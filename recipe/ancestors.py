@@ -9,6 +9,7 @@ import psutil
 
 from recipe.command import UNREAD_S, prepare_output
 from recipe.errors import fail
+from recipe.fork_server import FORKED
 from recipe.world import LAUNCHERS, World, half_a_place, read_worlds
 
 PROGRAMS = {program for launcher in LAUNCHERS.values() for program in launcher.programs}
@@ -108,11 +109,17 @@ def ancestors() -> dict[int, list[str]]:
     as they can be read."""
     commands: dict[int, list[str]] = {}
     with suppress(psutil.Error):  # another user's process may be hidden
-        process = psutil.Process().parent()
+        process = started_by(psutil.Process())
         while process is not None:
             commands[process.pid] = process.as_dict(["cmdline"], [])["cmdline"]
-            process = process.parent()
+            process = started_by(process)
     return commands
+
+
+def started_by(process: psutil.Process) -> psutil.Process | None:
+    """Return a process's parent; of a fork of a server, the parent of the process that asked."""
+    fork, asker = map(int, os.environ.get(FORKED, "0 0").split())
+    return psutil.Process(asker if process.pid == fork else process.pid).parent()
 
 
 def start_time(pid: int, before: str | None = None) -> str | None:

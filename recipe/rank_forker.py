@@ -5,9 +5,6 @@ thread, and no MPI, no CUDA and no process group: each rank makes those for itse
 threads or CUDA after all, it trains itself, unwatched.
 """
 
-import ctypes
-import gc
-import importlib
 import math
 import os
 import signal
@@ -18,20 +15,17 @@ from multiprocessing import resource_tracker
 from typing import NoReturn
 
 from recipe.errors import EXIT_LOST_PEER
+from recipe.fork_server import POLL_S, fork_process, load, why_not_to_fork
 from recipe.marks import marks
 from recipe.watch import SIGNALS
 from recipe.world import FINISH_S
 
 GENERATION = "TRAINING_GENERATION"  # counts the starts of all ranks, from 0
-POLL_S = 0.02
-ENDED_S = 0.5  # the system may still count a thread for a moment after its end
 # After another rank's loss, a rank's time to keep its state and end, beside that of two batches.
 NOTICE_S = 5.0
 MOST_STARTS = 3  # of ranks that are killed one after the other before they have made a step
 # The least time between a watcher's polls for lost ranks; the most polls a second, of all watchers.
 LOOK_S, LOOKS_PER_SECOND = 0.2, 100
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-LIBC = ctypes.CDLL(None)
 
 # Files in this host's memory that outlive a rank and end with its watcher (record/kept_state.py).
 files: tuple[int, int] | None = None
@@ -43,9 +37,7 @@ class RankForker:
     def __init__(self, module: str) -> None:
         global files
         files = os.memfd_create("state"), os.memfd_create("notes")
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's would start its threads
-        importlib.import_module(module)
-        gc.freeze()  # else a collection in a rank copies the memory of all imported modules
+        load([module])
         resource_tracker.ensure_running()  # removes what loader workers leave, and outlives a rank
         self.rank, self.asked = 0, False  # the rank's process; whether a signal asked it to end
         self.starts = 0  # since a rank made a step
@@ -58,22 +50,15 @@ class RankForker:
         self.starts = 1 if marks.has_made_step else self.starts + 1
         marks.clear()
         marks.is_watched = True  # also if it cannot fork: all ranks must resume alike
-        until = time.monotonic() + ENDED_S
-        while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
-            time.sleep(POLL_S)
-        if threads > 1 or sys.modules["torch"].cuda.is_initialized():
-            warning = f"warning: process {os.getpid()} cannot fork its rank: nothing replaces it"
-            print(warning, file=sys.stderr, flush=True)
+        if problem := why_not_to_fork():
+            warning = f"warning: process {os.getpid()} cannot fork its rank, which nothing replaces"
+            print(f"{warning}: {problem}", file=sys.stderr, flush=True)
             return True
         sys.stdout.flush()
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
-        parent = os.getpid()
-        self.rank, self.exit_code = os.fork(), None
+        self.rank, self.exit_code = fork_process(), None
         if self.rank == 0:
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
             os.setsid()  # signals to this process's group do not reach it and its loader workers
         for number in handled:
             signal.signal(number, signal.SIG_DFL if self.rank == 0 else self._pass_on)

@@ -54,7 +54,7 @@ def start_loaders_server() -> None:
 
     They are not forked from this process: neither MPI nor CUDA survives that. A worker loads the
     trainer's script again, so everything that the script imports should already be loaded. A rank
-    that was itself forked with all of that (recipe/rank_forker.py) forks the server in turn. The
+    that was itself forked with torch (recipe/fork_server.py) forks the server in turn. The
     sockets of these processes are in the folder for temporary files, or in /tmp if names in that
     folder would be too long.
     """
@@ -65,8 +65,7 @@ def start_loaders_server() -> None:
     spawn = util.spawnv_passfds
     util.spawnv_passfds = _in_own_session  # type: ignore[assignment]
     resource_tracker.ensure_running()
-    # Whether this is a fork of a process that has loaded it all.
-    is_loaded = "recipe.session" in sys.modules
+    is_loaded = "torch" in sys.modules
     util.spawnv_passfds = _fork_instead if is_loaded else spawn  # type: ignore[assignment]
     # torchrun sends signals to a rank's whole process group. They are for the rank alone: neither
     # the server nor the workers that it forks get them.

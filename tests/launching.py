@@ -91,19 +91,21 @@ def words_of(launcher: str, script: str, ranks: int = 2, python: str = sys.execu
 
 @functools.cache
 def warm_python() -> str:
-    """A program that does what Python does, by a fork of a process that has loaded torch."""
-    folder = tempfile.mkdtemp()
-    server, program = f"{folder}/socket", Path(folder, "python")
-    warm = str(ROOT / "tests" / "warm.py")
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {warm} run {server} "$@"\n')
+    """A program that does what Python does, by a fork of a process that has loaded torch. For tests
+    whose subject is not how processes start or end."""
+    program, name = Path(tempfile.mkdtemp(), "python"), f"tests-{os.getpid()}"
+    server = [sys.executable, str(ROOT / "recipe/fork_server.py")]
+    program.write_text(f'#!/bin/sh\nexec {server[0]} -IS {server[1]} run {name} "$@"\n')
     program.chmod(0o755)
-    words = [sys.executable, warm, "serve", server]
     environ = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
-    serving = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, cwd=ROOT)
-    atexit.register(shutil.rmtree, folder)
+    modules = ("torch._dynamo", "torch.distributed.run", "torchvision.transforms.v2")
+    serving = subprocess.Popen(
+        [*server, "serve", name, "1e6", *modules], env=environ, stdin=subprocess.DEVNULL, cwd=ROOT
+    )
+    atexit.register(shutil.rmtree, program.parent)
     atexit.register(serving.wait)
     atexit.register(serving.kill)
-    wait_until(Path(server).exists)
+    wait_until(lambda: f"@{name}\n" in Path("/proc/net/unix").read_text())
     return str(program)
 
 

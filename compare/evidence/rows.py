@@ -12,6 +12,7 @@ from compare.evidence.record import Record
 from compare.evidence.runs import RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
 from compare.evidence.verdicts import DIFFERENT, Verdict
+from recipe.settings.variables import RANK_START
 
 Row = dict[str, Any]
 EXPOSED, BACKWARD = "exposed_communication_seconds", "backward_seconds"
@@ -132,10 +133,12 @@ def training_rows(record: Record) -> list[Row]:
 
 def timed_figures(run: RunRecord) -> dict[str, float | None]:
     """Return the figures of a run that other processes may have disturbed. Start and end are all
-    time that is not on the training clock; evaluation includes checkpoints."""
+    time that is not on the training clock; evaluation includes checkpoints. The start of forks is
+    not what users see, and is not shown."""
     summary = run.summary
+    starts = run.seconds and run.environment.variables.get(RANK_START) != "fork"
     return {
-        "startup_seconds": run.seconds - summary.total_seconds if run.seconds else None,
+        "startup_seconds": run.seconds - summary.total_seconds if starts else None,
         "train_seconds": summary.train_seconds,
         "evaluation_seconds": summary.total_seconds - summary.train_seconds,
         **vars(summary.input),

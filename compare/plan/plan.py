@@ -670,13 +670,14 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return Run(block, configuration, workers, seed, case, flags, self.hosts, purpose, batch)
 
     def warm_up_runs(self) -> list[Run]:
-        """Return one warm-up run for each engine and case, with the largest number of workers.
+        """Return one warm-up run for each engine and case, with the largest number of workers;
+        none where turns measure speed, since each side of a block has a warm-up of its own.
 
         Its figures are discarded. It fills the file caches, which would otherwise slow the engine
         that comes first, and it finds a broken set-up in seconds.
         """
         firsts = dict[str, Configuration]()
-        for member in () if self.side else self.members():
+        for member in self.members() if self.measure == "runs" else ():
             firsts.setdefault(member.engine, member)
         most = max(self.workers)
         return [

@@ -6,6 +6,7 @@ always agree.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace as replace_outcome
 from pathlib import Path
 from statistics import mean
@@ -31,6 +32,7 @@ from compare.plan.plan import Outcome, Plan, Run, block_place, percentage
 from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, sources_sha256
 from compare.running.launch import (
     TAIL_INDENT,
+    Launches,
     duration,
     failed_folder,
     last_step,
@@ -235,27 +237,34 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
 
 
 def make_missing(runs: list[Run], plan: Plan, record: Record) -> list[Run]:
-    """Start the runs that are not complete, one after the other; return those that failed."""
+    """Start the runs that are not complete, one after the other; return those that failed. Where
+    turns measure speed, the runs need not show how long a start takes, and their ranks are
+    forks."""
     failed, missing = [], record.missing(runs)
-    if missing:
-        print_line(f"now {count(len(missing), 'full run')}, one after the other")
-    for run in missing:
-        check_sources(plan, record)
-        number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
-        label = f"{number} block {run.block}  {run.cell}"
-        outcome = start_and_wait(run, record.folder, plan.timeout, label)
-        outcome, folder = record_run(run, outcome, record)
-        # From the mean time of the runs that have ended; 0 s means that a run was not started.
-        done = [seconds for run in runs if (seconds := record.outcome(run).seconds)]
-        left = mean(done) * len(record.missing(runs)) if done else None
-        if outcome.status == "unreadable":
-            print_line(f"{label}   unreadable: {record.failure(run.folder).output}")
-        else:
-            show_outcome(label, run, folder, outcome, left)
-        # What turns measure does not need whole runs.
-        is_needed = outcome.status != "unreadable" or plan.measure == "runs"
-        if outcome.status != "completed" and is_needed:
-            failed.append(run)
+    if not missing:
+        return []
+    print_line(f"now {count(len(missing), 'full run')}, one after the other")
+    with Launches() if plan.measure == "turns" else nullcontext() as servers:
+        for run in missing:
+            check_sources(plan, record)
+            number = f"[{runs.index(run) + 1:{len(str(len(runs)))}}/{len(runs)}]"
+            label = f"{number} block {run.block}  {run.cell}"
+            fork_servers = servers.mark if servers else ""
+            outcome = start_and_wait(
+                run, record.folder, plan.timeout, label, fork_servers=fork_servers
+            )
+            outcome, folder = record_run(run, outcome, record)
+            # From the mean time of the runs that have ended; 0 s means that a run was not started.
+            done = [seconds for run in runs if (seconds := record.outcome(run).seconds)]
+            left = mean(done) * len(record.missing(runs)) if done else None
+            if outcome.status == "unreadable":
+                print_line(f"{label}   unreadable: {record.failure(run.folder).output}")
+            else:
+                show_outcome(label, run, folder, outcome, left)
+            # What turns measure does not need whole runs.
+            is_needed = outcome.status != "unreadable" or plan.measure == "runs"
+            if outcome.status != "completed" and is_needed:
+                failed.append(run)
     return failed
 
 

@@ -22,13 +22,14 @@ from typing import Any
 
 import psutil
 
-from compare.plan.blocks import RUN_MARK
-from compare.plan.environment import run_environment
-from compare.plan.launchers import has_daemons
+from compare.plan.blocks import FORK_SERVERS, RUN_MARK
+from compare.plan.environment import path_from_here, run_environment
+from compare.plan.launchers import has_daemons, pass_on
 from compare.plan.plan import Outcome, Run, Status
 from compare.running.take_turns import busy_cpu_seconds, send_signal
 from recipe.record.schema import rate_text
 
+FORKED_RANK = "compare/running/forked_rank.py"
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
 POLL_SECONDS = 0.5  # between two checks of a run, and updates of its line on a terminal
 TAIL_BYTES = 8192  # read from the end of metrics.jsonl; its last step line is shorter
@@ -44,9 +45,11 @@ def start_and_wait(
     timeout: float,
     label: str,
     end_after_steps: int | None = None,
+    fork_servers: str = "",
 ) -> Outcome:
     """Start one run in a clean folder, wait for its end and return how it ended. None of its
-    processes is left behind, whatever happens.
+    processes is left behind, whatever happens. Its ranks are forks of the servers of this name, if
+    there is one.
 
     It is "completed" if it exits with 0 and has written its summary, or after `end_after_steps`
     steps (a warm-up); else "timed out" or "failed".
@@ -54,10 +57,15 @@ def start_and_wait(
     folder = comparison / run.folder
     clear_folder(folder)
     status: Status | None = None
-    busy, own = busy_cpu_seconds(), own_cpu_seconds()
+    busy, own = busy_cpu_seconds(), own_cpu_seconds(fork_servers)
+    through = [path_from_here(FORKED_RANK)] if fork_servers else []
+    command = run.command(folder.parent, through=through)
+    variables = {FORK_SERVERS: fork_servers} if fork_servers else {}
+    if run.leaves_this_host:
+        command = pass_on(command, variables)
     began = time.monotonic()
     with Launches() as launches:
-        launcher = launches.launch(run.command(folder.parent), folder)
+        launcher = launches.launch(command, folder, variables)
         while launcher.poll() is None and not status:
             elapsed = time.monotonic() - began
             step = last_step(folder / "metrics.jsonl") or {"step": 0}
@@ -69,7 +77,7 @@ def start_and_wait(
             launches.wait(POLL_SECONDS)
         left = launches.end()
     seconds = time.monotonic() - began
-    others = busy_cpu_seconds() - busy - (own_cpu_seconds() - own)
+    others = busy_cpu_seconds() - busy - (own_cpu_seconds(fork_servers) - own)
     # The CPU time of killed processes is not known: they are not waited for.
     is_counted = not has_daemons(run.configuration) and not status and left == 0
     is_good = launcher.returncode == 0 and (folder / "summary.json").exists()
@@ -151,7 +159,7 @@ class Launches:
                 os.killpg(launcher.pid, signal.SIGTERM)
         self.wait(GRACE_SECONDS)
         # Workers of a launcher that has just ended may be about to end.
-        _, alive = psutil.wait_procs(marked_processes(self.mark), timeout=1.0)
+        _, alive = psutil.wait_procs(marked_processes(self.mark, RUN_MARK), timeout=1.0)
         kill_marked(self.mark)
         self.wait(GRACE_SECONDS)
         return len(alive)
@@ -170,19 +178,27 @@ def kill_marked(mark: str) -> None:
         psutil.wait_procs(processes, timeout=1.0)
 
 
-def marked_processes(mark: str) -> list[psutil.Process]:
+def marked_processes(mark: str, *variables: str) -> list[psutil.Process]:
+    """Return the processes that began with this value of one of these variables, and their forks.
+    By default they are RUN_MARK, which a fork server and its forks lack, and FORK_SERVERS."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(RUN_MARK) == mark:
+            if mark in map(process.environ().get, variables or (RUN_MARK, FORK_SERVERS)):
                 found.append(process)
     return found
 
 
-def own_cpu_seconds() -> float:
-    """Return the CPU time, in s, of this process and of all descendants that have ended and were
-    waited for. A launcher that ends normally has waited for its workers."""
-    return float(sum(psutil.Process().cpu_times()[:4]))  # user, system, and both of children
+def own_cpu_seconds(fork_servers: str) -> float:
+    """Return the CPU time, in s, of this process, of the fork servers of this name, and of all
+    their descendants that have ended and were waited for. A launcher that ends normally has waited
+    for its workers."""
+    seconds = 0.0
+    servers = marked_processes(fork_servers, FORK_SERVERS) if fork_servers else []
+    for process in [psutil.Process(), *servers]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seconds += sum(process.cpu_times()[:4])  # user, system, and both of children
+    return seconds
 
 
 def watch(mark: str, grace_seconds: float) -> None:

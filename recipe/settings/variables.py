@@ -3,7 +3,10 @@ comparison and a run's environment.json."""
 
 from recipe.world import LAUNCHERS
 
+RANK_START = "RANK_START"  # how a comparison started this rank: "fork" or "exec"
+
 STEERING_PREFIXES = (
+    RANK_START,
     "HOROVOD_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_",
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD",
     "LD_LIBRARY_PATH", "ATEN_CPU_CAPABILITY", "THP_MEM_ALLOC_ENABLE",

@@ -1,0 +1,152 @@
+"""A fork of a process that has loaded torch is to the tests what a start of Python is."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import ROOT, wait_until, warm_python
+
+from compare.running.launch import kill_marked, marked_processes
+
+pytestmark = pytest.mark.launch
+TELLS = """
+import os, sys, customized
+print(__name__, sys.argv, os.getcwd(), sys.path[:3], os.sched_getaffinity(0))
+print(os.environ["CUSTOMIZED"], ascii(os.environ["ODD"]), sys.stdin.read())
+print("an error", file=sys.stderr)
+sys.exit(3)
+"""
+SIGNALLED = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+
+
+def started(python: str, *words: str, **more: object) -> subprocess.Popen:
+    return subprocess.Popen([python, *words], stdout=subprocess.PIPE, text=True, **more)
+
+
+def test_a_program_finds_what_python_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['CUSTOMIZED'] = 'yes'\n")
+    (tmp_path / "customized.py").touch()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/tells.py").write_text(TELLS)
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:/nowhere", "ODD": os.fsdecode(b"\xe9")}
+    found = []
+    for python in (sys.executable, warm_python()):
+        words = ["taskset", "-c", str(min(os.sched_getaffinity(0))), python, "-u"]
+        done = subprocess.run(
+            [*words, "scripts/tells.py", "--flag", "two words"],
+            input="asked",
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        found.append((done.returncode, done.stdout, done.stderr))
+    assert found[0] == found[1] and found[0][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"), [("import os; os._exit(7)", 7), ("1 / 0", 1), ("import os; os.abort()", -6)]
+)
+def test_it_ends_as_the_program_does(code: str, ends: int, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(code)
+    assert started(warm_python(), f"{tmp_path}/ends.py", stderr=subprocess.DEVNULL).wait() == ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_signals_reach_the_program_and_it_dies_with_who_asked(number: int, tmp_path: Path) -> None:
+    (tmp_path / "signalled.py").write_text(SIGNALLED)
+    with started(warm_python(), f"{tmp_path}/signalled.py") as process:
+        pid = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait() == (5 if number == signal.SIGTERM else -number)
+        wait_until(lambda: not psutil.pid_exists(pid))
+
+
+def test_no_two_have_the_same_random_numbers(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text(
+        "import torch, numpy\nprint(torch.rand(1), numpy.random.rand())"
+    )
+    both = [started(warm_python(), f"{tmp_path}/random.py") for _ in range(2)]
+    first, second = (process.communicate()[0].split() for process in both)
+    assert len({*first, *second}) == 4
+
+
+IN_SESSION = "import os, time\nprint(os.getsid(0), os.getpgid(0) == os.getpid(), flush=True)\n"
+
+
+def test_forks_share_a_session_as_the_processes_that_ask_do(tmp_path: Path) -> None:
+    (tmp_path / "ask.py").write_text(IN_SESSION + "time.sleep(0.5)\n")
+    python = warm_python()
+    both = "import subprocess, sys; [p.wait() for p in [subprocess.Popen(sys.argv[1:])"
+    starting = [sys.executable, "-c", f"{both} for _ in range(2)]]", python, f"{tmp_path}/ask.py"]
+    launchers = [started(*starting, start_new_session=True) for _ in range(2)]
+    sessions = [launcher.communicate()[0].split() for launcher in launchers]
+    assert all(of_both[0] == of_both[2] for of_both in sessions)
+    assert sessions[0][0] != sessions[1][0]
+    assert {said for of_both in sessions for said in of_both[1::2]} == {"True"}
+
+
+def forked(words: list[str], group: str, **variables: str) -> subprocess.Popen:
+    environ = os.environ | {"FORK_SERVERS": group, **variables}
+    script = [sys.executable, str(ROOT / "compare/running/forked_rank.py"), *words]
+    return subprocess.Popen(script, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def servers_of(group: str) -> list[psutil.Process]:
+    """The servers that no process of a session made: each has loaded torch for itself."""
+    all_ = marked_processes(group, "FORK_SERVERS")
+    return [process for process in all_ if process.ppid() not in {own.pid for own in all_}]
+
+
+def test_ranks_of_a_block_have_a_server_for_each_environment(tmp_path: Path) -> None:
+    """What libraries read when they are loaded makes another server; a rank's number does not."""
+    script = tmp_path / "rank.py"
+    script.write_text("import sys, os\nprint('torch' in sys.modules, os.environ['RANK_START'])")
+    group, like = f"test-{os.getpid()}", {"OMP_NUM_THREADS": "1"}
+    try:
+        ranks = [
+            {"RANK": "0"},
+            {"RANK": "1", "OMPI_COMM_WORLD_RANK": "1"},
+            {"MKL_CBWR": "COMPATIBLE"},
+        ]
+        forks = [forked([str(script)], group, **like, **variables) for variables in ranks]
+        assert {fork.communicate()[0] for fork in forks} == {"True fork\n"}
+        assert len(servers_of(group)) == 2
+    finally:
+        kill_marked(group)
+    plain = forked([str(script)], group, RANK_START="exec")
+    assert plain.communicate()[0] == "False exec\n"
+    assert not marked_processes(group, "FORK_SERVERS")
+
+
+def test_a_wrong_way_to_start_is_an_error(tmp_path: Path) -> None:
+    refused = forked(["script.py"], "group", RANK_START="spoon")
+    assert refused.wait() == 1
+
+
+def test_a_fork_finds_the_launcher_of_the_process_that_asked(tmp_path: Path) -> None:
+    (tmp_path / "who.py").write_text(
+        "from recipe.ancestors import ancestors\nprint([*ancestors()][:2])"
+    )
+    process = started(warm_python(), f"{tmp_path}/who.py")
+    assert process.communicate()[0].startswith(f"[{os.getpid()}, ")
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [("None", "there is no fork server"), ("['no_such_module']", "has ended")],
+)
+def test_a_server_that_is_missing_or_cannot_load_is_an_error(modules: str, message: str) -> None:
+    code = f"from recipe.fork_server import run; run('broken-{os.getpid()}', ['a.py'], {modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and message in done.stderr
+    assert ("No module named 'no_such_module'" in done.stderr) == ("no_such" in modules)
