@@ -312,7 +312,7 @@ def print_outlook(plan: Plan, record: Record) -> None:
     until = (
         f"at least {MIN_BLOCKS}, until the {INTERVAL} of each pair is within "
         f"+-{percentage(plan.until_interval)}, or for {plan.minutes:g} undisturbed minutes (where "
-        f"other processes use the cores: at most {MOST_STRETCH * plan.minutes:g} in all)"
+        f"other processes use the cores, no block begins after {MOST_STRETCH * plan.minutes:g})"
     )
     how = "in which all take turns" if plan.measure == "turns" else "of whole runs"
     print(f"{runs}into {record.folder}; blocks {how}: {plan.blocks or until}")

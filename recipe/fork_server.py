@@ -22,6 +22,7 @@ loaded: PYTHONUTF8, OMP_NUM_THREADS, LD_PRELOAD and the like.
 """
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -92,7 +93,8 @@ def run(
     variables: Mapping[str, str] | None = None,
 ) -> None:
     """Have the server of this name run a script; end as the script does. If there is no server,
-    start one that loads `modules`, with these environment variables."""
+    start one that loads `modules`, with these environment variables. RuntimeError if none can be
+    had."""
     who = {
         "words": words,
         "folder": os.getcwd(),
@@ -102,6 +104,7 @@ def run(
     }
     pid = 0
     while not pid:  # the server of this session may just have ended
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         server = connect(name, modules, variables)
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         answers = server.makefile()
@@ -109,12 +112,18 @@ def run(
             socket.send_fds(server, [b"."], [0, 1, 2])
             server.sendall(json.dumps(who).encode("utf-8", "surrogateescape") + b"\n")
             pid = int(answers.readline() or 0)
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
+
     for number in PASSED_ON:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     status = int(answers.readline() or signal.SIGKILL)  # a fork dies with its server
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has no other
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
 
@@ -124,20 +133,20 @@ def connect(
 ) -> socket.socket:
     """Return the connection to the server of this process's session, which is started if need
     be."""
-    of_session = f"{name}-{os.getsid(0)}"
+    of_session, started = f"{name}-{os.getsid(0)}", None
     if server := connected(of_session):
         return server
     while (root := connected(name)) is None:
-        if modules is None:
-            sys.exit(f"error: there is no fork server {name}")
-        start_server(name, modules, variables)
+        if modules is None or (started and started.wait() != 0):
+            raise RuntimeError(f"there is no fork server {name}")
+        started = start_server(name, modules, variables)
     with suppress(ConnectionError):
         socket.send_fds(root, [b"."], [])
         root.sendall(json.dumps(of_session).encode() + b"\n")
         root.recv(1)  # the end of the connection: the server of the session listens, or has failed
     if server := connected(of_session):
         return server
-    sys.exit(f"error: the fork server {name} has ended")
+    raise RuntimeError(f"the fork server {name} has ended")
 
 
 def connected(name: str) -> socket.socket | None:
@@ -148,12 +157,16 @@ def connected(name: str) -> socket.socket | None:
     except ConnectionRefusedError:
         server.close()
         return None
-    check_user(server)
+    if not is_own(server):
+        raise RuntimeError(f"the fork server {name} is another user's")
     return server
 
 
-def start_server(name: str, modules: Sequence[str], variables: Mapping[str, str] | None) -> None:
-    """Start a server, and return when it listens, or has ended because another one does."""
+def start_server(
+    name: str, modules: Sequence[str], variables: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
+    """Start a server, and return it when it listens or has ended: with the exit code 0 if another
+    one listens."""
     server = subprocess.Popen(
         [sys.executable, __file__, "serve", name, str(IDLE_S), *modules],
         env=variables,
@@ -163,6 +176,7 @@ def start_server(name: str, modules: Sequence[str], variables: Mapping[str, str]
     )
     assert server.stdout
     server.stdout.read()
+    return server
 
 
 def address(name: str) -> str:
@@ -171,12 +185,12 @@ def address(name: str) -> str:
     return f"\0{name}"
 
 
-def check_user(other_end: socket.socket) -> None:
-    """End this process if another user's is at the other end, for it would run that one's code."""
+def is_own(other_end: socket.socket) -> bool:
+    """Return whether a process of this user is at the other end. Another one's would run code as
+    this user, or have its code run."""
     who = other_end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", who)
-    if user != os.getuid():
-        sys.exit(f"error: user {user} is at the other end of a fork server's socket")
+    return bool(user == os.getuid())
 
 
 # -- The server ------------------------------------------------------------------------------------
@@ -186,14 +200,59 @@ class Fork(NamedTuple):
     """A running fork: a script, or the server of a session."""
 
     pid: int
-    ended: int  # a file that becomes readable when the fork ends
     asker: socket.socket | None  # becomes readable when the process that asked for a script ends
 
+
+class Server:
+    """Where processes ask, and the forks that run."""
+
+    def __init__(self, name: str) -> None:
+        """End this process if there is such a server already."""
+        self.listener, self.forks = socket.socket(socket.AF_UNIX), list[Fork]()
+        try:
+            self.listener.bind(address(name))
+        except OSError as error:
+            sys.exit(error.errno != errno.EADDRINUSE)
+        self.listener.listen(socket.SOMAXCONN)
+        self.woken, self.waker = socket.socketpair()  # readable when a fork has ended
+        self.waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+
+    def wait(self, seconds: float | None) -> list[Any]:
+        """Wait until something can be read, and return what; first see to forks that have ended, or
+        whose askers have."""
+        askers = [fork.asker for fork in self.forks if fork.asker]
+        ready: list[Any] = select.select(
+            [self.listener, self.woken, *askers], [], [], None if self.forks else seconds
+        )[0]
+        if self.woken in ready:
+            self.woken.recv(4096)
+        for fork in [*self.forks]:
+            if fork.asker in ready:
+                kill_group(fork.pid)
+            pid, status = os.waitpid(fork.pid, 0 if fork.asker in ready else os.WNOHANG)
+            if pid:
+                self.forks.remove(fork)
+                kill_group(fork.pid)  # what the script has left
+                if fork.asker:
+                    with suppress(OSError):
+                        fork.asker.sendall(b"%d\n" % status)
+                    fork.asker.close()
+        return ready
+
     def close(self) -> None:
-        """Close this process's files for it."""
-        os.close(self.ended)
-        if self.asker:
-            self.asker.close()
+        """Close what a fork does not need."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for file in (self.listener, self.woken, self.waker, *(fork.asker for fork in self.forks)):
+            if file:
+                file.close()
+
+
+def kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def serve(name: str, idle_s: float, modules: Sequence[str]) -> None:
@@ -201,71 +260,47 @@ def serve(name: str, idle_s: float, modules: Sequence[str]) -> None:
     this process if there is such a server already, or if nobody has had a fork for `idle_s`; the
     server of a session ends with its last fork."""
     nowhere, is_of_session = os.open(os.devnull, os.O_RDWR), False
-    listener, forks = listen(name), list[Fork]()
+    server = Server(name)
     os.dup2(nowhere, 1)
+    del sys.path[0]  # this file's folder
     load(modules)
     if problem := why_not_to_fork():
         sys.exit(f"error: the fork server {name} cannot fork: {problem}")
     os.dup2(nowhere, 2)  # a launcher waits until its ranks' output is closed
     os.close(nowhere)
     while True:
-        watched = [listener, *(file for fork in forks for file in (fork.ended, fork.asker) if file)]
-        ready: list[Any] = select.select(watched, [], [], None if forks else idle_s)[0]
-        for fork in [fork for fork in forks if fork.ended in ready or fork.asker in ready]:
-            finish(fork)
-            forks.remove(fork)
-        if not ready or (is_of_session and not forks and listener not in ready):
-            sys.exit()
-        if listener not in ready:
+        had_forks, ready = bool(server.forks), server.wait(idle_s)
+        if server.listener not in ready:
+            if not server.forks and (is_of_session or not had_forks):
+                sys.exit()
             continue
-        asker, _ = listener.accept()
-        check_user(asker)
-        _, streams, _, _ = socket.recv_fds(asker, 1, 3)
-        wish = json.loads(asker.makefile(errors="surrogateescape").readline())
-        is_script = isinstance(wish, dict)
-        pid = fork_process()
-        if pid:
-            forks.append(Fork(pid, os.pidfd_open(pid), asker if is_script else None))
+        asker, _ = server.listener.accept()
+        with suppress(OSError, ValueError):  # of an asker that has just ended
+            _, streams, _, _ = socket.recv_fds(asker, 1, 3)
+            wish = json.loads(asker.makefile(errors="surrogateescape").readline())
+            is_script = isinstance(wish, dict)
+            if not is_own(asker):
+                continue
+            pid = fork_process()
+            if pid == 0 and is_script:
+                server.close()
+                asker.close()
+                become(**wish, streams=streams)
+                return
+            if pid == 0:
+                server.close()
+                os.setsid()
+                server, is_of_session = Server(wish), True
+                asker.close()  # which tells who asked
+                continue
+            server.forks.append(Fork(pid, asker if is_script else None))
             for stream in streams:
                 os.close(stream)
             if is_script:
+                os.setpgid(pid, pid)  # to end it with what it starts
                 asker.sendall(b"%d\n" % pid)
             else:
                 asker.close()
-            continue
-        listener.close()
-        for fork in forks:
-            fork.close()
-        if is_script:
-            asker.close()
-            become(**wish, streams=streams)
-            return
-        os.setsid()
-        listener, forks, is_of_session = listen(wish), [], True
-        asker.close()  # which tells who asked
-
-
-def listen(name: str) -> socket.socket:
-    """Return the socket on which processes ask; end this process if another one has it."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(address(name))
-    except OSError:
-        sys.exit()
-    listener.listen(socket.SOMAXCONN)
-    return listener
-
-
-def finish(fork: Fork) -> None:
-    """Tell the process that asked for a fork how the fork has ended. If that process has ended, end
-    the fork and its process group."""
-    if not select.select([fork.ended], [], [], 0)[0]:
-        os.killpg(fork.pid, signal.SIGKILL)
-    _, status = os.waitpid(fork.pid, 0)
-    if fork.asker:
-        with suppress(OSError):
-            fork.asker.sendall(b"%d\n" % status)
-    fork.close()
 
 
 def become(
@@ -277,7 +312,6 @@ def become(
     streams: list[int],
 ) -> None:
     """Take on what the process that asked has, and what Python would have made of it."""
-    os.setpgid(0, 0)
     for own, stream in enumerate(streams):
         os.dup2(stream, own)
         os.close(stream)
@@ -291,7 +325,7 @@ def become(
         line_buffering=os.isatty(1), write_through=is_unbuffered or "PYTHONUNBUFFERED" in environ
     )
     own_folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-    sys.path[:1] = [own_folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = [own_folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     with suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
     tempfile.tempdir = None  # as TMPDIR says
@@ -304,7 +338,10 @@ def main() -> None:
     """Answer the command line; return in a fork, which is to run the script in sys.argv."""
     command, name, *words = sys.argv[1:]
     if command == "run":
-        run(name, words)
+        try:
+            run(name, words)
+        except RuntimeError as error:
+            sys.exit(f"error: {error}")
     serve(name, float(words[0]), words[1:])
 
 

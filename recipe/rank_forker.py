@@ -51,8 +51,10 @@ class RankForker:
         marks.clear()
         marks.is_watched = True  # also if it cannot fork: all ranks must resume alike
         if problem := why_not_to_fork():
-            warning = f"warning: process {os.getpid()} cannot fork its rank, which nothing replaces"
-            print(f"{warning}: {problem}", file=sys.stderr, flush=True)
+            warning = (
+                f"warning: process {os.getpid()} cannot fork its rank: {problem}; if the rank is "
+            )
+            print(f"{warning}lost, nothing replaces it", file=sys.stderr, flush=True)
             return True
         sys.stdout.flush()
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]

@@ -2,15 +2,20 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from launching import ROOT, wait_until, warm_python
 
-from compare.running.launch import kill_marked, marked_processes
+from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.plan import Run
+from compare.running.launch import forking, kill_marked, marked_processes
+from recipe.errors import UserError
 
 pytestmark = pytest.mark.launch
 TELLS = """
@@ -54,7 +59,13 @@ def test_a_program_finds_what_python_shows_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "ends"), [("import os; os._exit(7)", 7), ("1 / 0", 1), ("import os; os.abort()", -6)]
+    ("code", "ends"),
+    [
+        ("import os; os._exit(7)", 7),
+        ("1 / 0", 1),
+        ("import os; os.abort()", -6),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+    ],
 )
 def test_it_ends_as_the_program_does(code: str, ends: int, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(code)
@@ -96,7 +107,7 @@ def test_forks_share_a_session_as_the_processes_that_ask_do(tmp_path: Path) -> N
 
 
 def forked(words: list[str], group: str, **variables: str) -> subprocess.Popen:
-    environ = os.environ | {"FORK_SERVERS": group, **variables}
+    environ = os.environ | {"FORK_SERVERS": group, "RANK_START": "fork", **variables}
     script = [sys.executable, str(ROOT / "compare/running/forked_rank.py"), *words]
     return subprocess.Popen(script, env=environ, stdout=subprocess.PIPE, text=True)
 
@@ -123,14 +134,38 @@ def test_ranks_of_a_block_have_a_server_for_each_environment(tmp_path: Path) -> 
         assert len(servers_of(group)) == 2
     finally:
         kill_marked(group)
-    plain = forked([str(script)], group, RANK_START="exec")
-    assert plain.communicate()[0] == "False exec\n"
     assert not marked_processes(group, "FORK_SERVERS")
 
 
-def test_a_wrong_way_to_start_is_an_error(tmp_path: Path) -> None:
-    refused = forked(["script.py"], "group", RANK_START="spoon")
-    assert refused.wait() == 1
+@pytest.mark.parametrize(
+    ("default", "shell", "own", "forks"),
+    [
+        ("exec", None, None, False),
+        ("fork", None, None, True),
+        ("exec", "fork", None, True),
+        ("fork", "fork", "exec", False),
+    ],
+)
+def test_how_ranks_start(
+    default: str, shell: str | None, own: str | None, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration's variable comes before the shell's, and that before the default."""
+    if shell:
+        monkeypatch.setenv("RANK_START", shell)
+    configuration = replace(
+        CONFIGURATIONS["ddp-mpi"], environment={"RANK_START": own} if own else {}
+    )
+    run = Run(1, configuration, 2, 42)
+    through, variables = forking(run, "the-servers", default)
+    assert bool(through) == forks
+    assert variables == ({"FORK_SERVERS": "the-servers", "RANK_START": "fork"} if forks else {})
+    assert forking(run, "", default) == ([], {})
+
+
+def test_a_wrong_way_to_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK_START", "spoon")
+    with pytest.raises(UserError, match="RANK_START=spoon: set it to exec or fork"):
+        forking(Run(1, CONFIGURATIONS["ddp-mpi"], 2, 42), "the-servers", "exec")
 
 
 def test_a_fork_finds_the_launcher_of_the_process_that_asked(tmp_path: Path) -> None:
@@ -150,3 +185,14 @@ def test_a_server_that_is_missing_or_cannot_load_is_an_error(modules: str, messa
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and message in done.stderr
     assert ("No module named 'no_such_module'" in done.stderr) == ("no_such" in modules)
+
+
+def test_an_asker_that_goes_away_does_not_end_the_server(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text("print('done')")
+    python = warm_python()
+    name = Path(python).read_text().split(" run ")[1].split()[0]
+    for nonsense in (b"", b".", b".not JSON\n"):
+        with socket.socket(socket.AF_UNIX) as asker:
+            asker.connect(f"\0{name}")
+            asker.sendall(nonsense)
+    assert started(python, f"{tmp_path}/quick.py").communicate()[0] == "done\n"

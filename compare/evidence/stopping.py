@@ -9,7 +9,7 @@ of them.
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import fmean
+from statistics import harmonic_mean
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ def launch_share(estimates: Iterable[Estimate], sides: int, taken: Sequence[int]
     if not pairs:
         return LAUNCH_SHARE
     scatter = sum(float(np.var(np.log(one.ratios), ddof=1)) / one.blocks for one in pairs)
-    share = (scatter / sum(one.turn_error**2 for one in pairs) - 1) / fmean(taken)
+    share = (scatter / sum(one.turn_error**2 for one in pairs) - 1) / harmonic_mean(taken)
     degrees = min(len(pairs), sides - 1) * (pairs[0].blocks - 1)
     known = LAUNCH_DEGREES * LAUNCH_SHARE + degrees * share
     return max(LAUNCH_SHARE, known / (LAUNCH_DEGREES + degrees))

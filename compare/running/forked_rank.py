@@ -2,22 +2,23 @@
 
     python compare/running/forked_rank.py SCRIPT ...      what `python SCRIPT ...` does
 
-Loading torch and torchvision takes each rank of each side 4 to 16 CPU-seconds, longer than its
-turns. So all ranks of a block on a host are forked from one server (recipe/fork_server.py), which
-the first of them starts. Each block has servers of its own: what chance decides when a program is
-loaded (hash seed, addresses) is sampled in each block, and is the same for all sides.
+Loading torch and torchvision takes each rank 4 to 16 CPU-seconds. The whole runs beside turns start
+so, and with RANK_START=fork in the environment the sides of turns, too: all ranks of a block on a
+host are forked from one server (recipe/fork_server.py), which the first of them starts. Each block
+has servers of its own: what chance decides when a program is loaded (hash seed, addresses) is
+sampled in each block. RANK_START is in a rank's record.
 
-Libraries read variables and the cores when they are loaded, so ranks that differ in these have
-different servers. The variable RANK_START says how a rank was started, and is in its record: "fork"
-or, if the user or a configuration sets it, "exec".
+Libraries read variables, cores and limits when they are loaded, so ranks that differ in these have
+different servers.
 """
 
 import os
+import re
 import sys
 from hashlib import sha256
-from pathlib import Path
 
 from compare.plan.blocks import FORK_SERVERS
+from recipe.files import read_proc
 from recipe.fork_server import run
 from recipe.settings.variables import RANK_START
 
@@ -32,26 +33,26 @@ OF_RANKS = (
 
 
 def main() -> None:
-    """Become the script, or have it forked and end as it does."""
-    words, start = sys.argv[1:], os.environ.setdefault(RANK_START, "fork")
-    if start not in ("fork", "exec"):
-        sys.exit(f"error: {RANK_START}={start}: give fork or exec")
-    if start == "exec":
-        os.execv(sys.executable, [sys.executable, *words])
+    """Have the script forked, and end as it does."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(OF_RANKS)}
-    run(server_name(variables), words, MODULES, variables)
+    try:
+        run(server_name(variables), sys.argv[1:], MODULES, variables)
+    except RuntimeError as error:
+        sys.exit(f"error: {error}; with {RANK_START}=exec in the environment none is needed")
 
 
 def server_name(variables: dict[str, str]) -> str:
     """Return the name of the server for processes like this one, with these environment variables.
     It begins with the value of FORK_SERVERS, which differs between blocks."""
+    # A fork is in its server's control group. Slurm has one for each task.
+    group = re.sub(r"/task_\d+", "", read_proc("/proc/self/cgroup"))
     like = (
         sorted(variables.items()),
         sys.executable,
-        sys.flags,
         os.getcwd(),
         sorted(os.sched_getaffinity(0)),
-        Path("/proc/self/cgroup").read_text(),  # it limits a fork, which is in its server's group
+        read_proc("/proc/self/limits"),
+        group,
     )
     digest = sha256(repr(like).encode(errors="surrogateescape")).hexdigest()
     return f"{os.environ[FORK_SERVERS]}-{digest[:16]}"

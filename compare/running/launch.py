@@ -27,7 +27,9 @@ from compare.plan.environment import path_from_here, run_environment
 from compare.plan.launchers import has_daemons, pass_on
 from compare.plan.plan import Outcome, Run, Status
 from compare.running.take_turns import busy_cpu_seconds, send_signal
+from recipe.errors import UserError
 from recipe.record.schema import rate_text
+from recipe.settings.variables import RANK_START
 
 FORKED_RANK = "compare/running/forked_rank.py"
 GRACE_SECONDS = 10.0  # between asking a run to end and killing it
@@ -57,10 +59,9 @@ def start_and_wait(
     folder = comparison / run.folder
     clear_folder(folder)
     status: Status | None = None
-    busy, own = busy_cpu_seconds(), own_cpu_seconds(fork_servers)
-    through = [path_from_here(FORKED_RANK)] if fork_servers else []
+    busy, before = busy_cpu_seconds(), own_cpu_seconds(fork_servers)
+    through, variables = forking(run, fork_servers, default="fork")
     command = run.command(folder.parent, through=through)
-    variables = {FORK_SERVERS: fork_servers} if fork_servers else {}
     if run.leaves_this_host:
         command = pass_on(command, variables)
     began = time.monotonic()
@@ -77,7 +78,9 @@ def start_and_wait(
             launches.wait(POLL_SECONDS)
         left = launches.end()
     seconds = time.monotonic() - began
-    others = busy_cpu_seconds() - busy - (own_cpu_seconds(fork_servers) - own)
+    after = own_cpu_seconds(fork_servers)
+    own = sum(seconds - before.get(process, 0) for process, seconds in after.items())
+    others = busy_cpu_seconds() - busy - own
     # The CPU time of killed processes is not known: they are not waited for.
     is_counted = not has_daemons(run.configuration) and not status and left == 0
     is_good = launcher.returncode == 0 and (folder / "summary.json").exists()
@@ -95,6 +98,18 @@ def show_progress(label: str, step: dict[str, Any], elapsed: float) -> None:
     speed = step.get("images_per_second")
     at = f"step {step['step']:,}   {rate_text(speed)} images/s" if speed else ""
     print_live([label, at, f"running {duration(elapsed)}"])
+
+
+def forking(run: Run, fork_servers: str, default: str) -> tuple[list[str], dict[str, str]]:
+    """Return the script through which a trainer is started for its ranks to be forks of the servers
+    of this name, and the variables that the ranks need; neither if RANK_START (`default` where it
+    is not set) is "exec"."""
+    start = run.configuration.environment.get(RANK_START, os.environ.get(RANK_START, default))
+    if start not in ("exec", "fork"):
+        raise UserError(f"{RANK_START}={start}: set it to exec or fork, or unset it")
+    if start == "exec" or not fork_servers:
+        return [], {}
+    return [path_from_here(FORKED_RANK)], {FORK_SERVERS: fork_servers, RANK_START: "fork"}
 
 
 class Launches:
@@ -189,24 +204,23 @@ def marked_processes(mark: str, *variables: str) -> list[psutil.Process]:
     return found
 
 
-def own_cpu_seconds(fork_servers: str) -> float:
-    """Return the CPU time, in s, of this process, of the fork servers of this name, and of all
+def own_cpu_seconds(fork_servers: str) -> dict[psutil.Process, float]:
+    """Return the CPU time, in s, of this process and of each fork server of this name, with all
     their descendants that have ended and were waited for. A launcher that ends normally has waited
     for its workers."""
-    seconds = 0.0
     servers = marked_processes(fork_servers, FORK_SERVERS) if fork_servers else []
+    seconds = dict[psutil.Process, float]()
     for process in [psutil.Process(), *servers]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            seconds += sum(process.cpu_times()[:4])  # user, system, and both of children
+            seconds[process] = sum(process.cpu_times()[:4])  # user, system, and both of children
     return seconds
 
 
 def watch(mark: str, grace_seconds: float) -> None:
     """Be the watchdog: wait for the end of the input, then end all marked processes."""
     sys.stdin.buffer.read()
-    processes = marked_processes(mark)
-    send_signal(processes, signal.SIGTERM)
-    psutil.wait_procs(processes, timeout=grace_seconds)
+    send_signal(marked_processes(mark, RUN_MARK), signal.SIGTERM)
+    psutil.wait_procs(marked_processes(mark), timeout=grace_seconds)
     kill_marked(mark)
 
 

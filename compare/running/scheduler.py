@@ -41,17 +41,17 @@ from compare.evidence.record import BlockLine, SideLine
 from compare.evidence.runs import NO_SETTINGS
 from compare.evidence.stopping import BlockCost
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
-from compare.plan.blocks import FORK_SERVERS, LEAD_IN_STEPS, RUN_MARK
+from compare.plan.blocks import LEAD_IN_STEPS, RUN_MARK
 from compare.plan.environment import ROOT, path_from_here
 from compare.plan.launchers import START_COMMANDS, has_daemons, pass_on
 from compare.plan.plan import SIDE_RUN, Plan, Run
 from compare.running.checks import visible_gpus
 from compare.running.launch import (
-    FORKED_RANK,
     Launches,
     clear_folder,
     duration,
     failed_folder,
+    forking,
     shown_tail,
 )
 from compare.running.take_turns import (
@@ -537,9 +537,10 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     """Start a side's command, with its output in `folder`. The folder is emptied first, so that
     nothing of an earlier call remains. `who` is the value of the ranks' variable SCHEDULER."""
     clear_folder(folder)
-    through = [path_from_here(FORKED_RANK), path_from_here(TAKE_TURNS)]
+    forked, variables = forking(side, "" if side.is_script else launches.mark, default="exec")
+    through = [*forked, path_from_here(TAKE_TURNS)]
     command = side.command(folder.resolve(), SIDE_RUN.name, through)
-    variables = {SCHEDULER: who, FORK_SERVERS: launches.mark}
+    variables |= {SCHEDULER: who}
     for launcher in START_COMMANDS.values():
         variables |= launcher.sharing
     if side.is_script:
