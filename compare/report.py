@@ -11,7 +11,6 @@ Without one of the flags for formats it prints the table and writes report.html 
 Reads the record only: it needs neither torch nor Horovod, and no machine like the measured one.
 """
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -79,8 +78,6 @@ def report(
         print(f"written: {path}\n", file=sys.stdout if form == "text" else sys.stderr)
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)
-    if form == "text" and sys.stdout.isatty():
-        text = formats.wrapped(text, shutil.get_terminal_size().columns)
     print(text, end="" if text.endswith("\n") else "\n")
     return 0
 

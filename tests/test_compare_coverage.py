@@ -235,39 +235,43 @@ def test_the_interval_covers_the_truth_where_rounds_follow_from_scatter(sides, c
 
 
 @pytest.mark.parametrize("sides", [2, 4])
-@pytest.mark.parametrize("added", [1, 1.2, 2, 10, 100])
+@pytest.mark.parametrize("added", [1, 1.2, 2, 3, 5, 10, 100])
 def test_three_blocks_cover_the_truth_whatever_launches_add(sides, added, monkeypatch):
     """To the variance of a block's ratio that turns foretell: 1.0 to 1.1 times it in the records.
-    No two sides on a CPU showed more than 2; there the guard still leaves 90 %."""
+    The intervals of two sides are Student's."""
     monkeypatch.setitem(globals(), "SIDE_SECONDS", 600 / 3 / sides)
     noise = 0.03
     launch = noise * math.sqrt((added - 1) / ROUNDS)
     found = measure(turns(int(10 * added), sides, noise, launch, truth=(0.0,) * 4))
     covered = mean(one.low <= 1 <= one.high for own in found for one in own)
-    assert covered >= (0.9 if sides == 2 and added == 10 else 0.935)
+    assert covered >= 0.935
     student = [estimate_logs(np.log(one.ratios).tolist()) for own in found for one in own]
     widths = [one.relative_half_width for own in found for one in own]
-    if added < 2:
+    if sides == 4 and added < 2:
         assert np.median(widths) < 0.75 * np.median([one.relative_half_width for one in student])
     pairs = sum(max(pair) < sides for pair in PAIRS)
     verdicts = [[verdict(one) for one in own[:pairs]] for own in found]
     wrong = mean(any(one.decision in DIFFERENT for one in decided(own)) for own in verdicts)
-    assert wrong <= (0.1 if sides == 2 and added == 10 else 0.065)
+    assert wrong <= 0.065
 
 
-@pytest.mark.parametrize("occasions", [1, 2, 3, 5])
+@pytest.mark.parametrize(("occasions", "of_twice"), [(1, 0.81), (2, 0.87), (3, 0.89), (5, 0.91)])
 @pytest.mark.parametrize("times", [0, 1, 2])
-def test_the_interval_over_occasions_covers_the_common_ratio(occasions, times):
+def test_the_interval_over_occasions_covers_the_common_ratio(occasions, of_twice, times):
     """Occasions that differ not at all, as recorded, or twice as much."""
     random, error = np.random.default_rng(16), 0.01
     logs = random.normal(0, math.hypot(error, times * RECORDED_SPREAD), (2000, occasions))
     errors = error * np.sqrt(random.chisquare(10, (2000, occasions)) / 10)
     covered = []
     for own, own_errors in zip(logs, errors, strict=True):
-        known = zip(np.exp(own).tolist(), own_errors.tolist(), strict=True)
-        found, _ = pool([Estimate(ratio, None, None, (ratio,), error=one) for ratio, one in known])
+        found, _ = pool(
+            [
+                Estimate(ratio, None, None, (ratio,), error=known, degrees=10)
+                for ratio, known in zip(np.exp(own).tolist(), own_errors.tolist(), strict=True)
+            ]
+        )
         covered.append(found.low <= 1 <= found.high)
-    assert mean(covered) >= {0: 0.97, 1: 0.935, 2: 0.75}[times]
+    assert mean(covered) >= {0: 0.97, 1: 0.965, 2: of_twice}[times]
 
 
 @pytest.mark.parametrize("ratio", [1.03, 1.04, 1.055, 1.08])

@@ -190,6 +190,8 @@ def test_without_turns_and_without_blocks_nothing_is_foretold():
     scatter = Scatter(1.0, degrees=6, turn_degrees=24, rounds=8)
     whole, few = estimate_logs(LOGS), replace(estimate_logs(LOGS[:2]), turn_error=0.01)
     assert moderated(whole, scatter) == whole and moderated(few, scatter) == few
+    three = replace(whole, turn_error=0.01)  # of two sides, with two degrees of freedom
+    assert moderated(three, scatter._replace(degrees=2)) == three
 
 
 def test_a_group_tells_how_much_its_blocks_scatter():
@@ -210,7 +212,9 @@ def test_a_group_tells_how_much_its_blocks_scatter():
     assert group(0.0, rounds=1).scatter is None and group(0.0, unit="bytes").scatter is None
     by_turns = group(0.0)
     assert by_turns.estimates[first, second].is_moderated
-    on_gpu = SimpleNamespace(environment=SimpleNamespace(device="cuda"))
+    unknown = SimpleNamespace(environment=SimpleNamespace(device="cpu", torch=""))
+    assert replace(by_turns, sides=[unknown]).scatter is None  # a script that may use a GPU
+    on_gpu = SimpleNamespace(environment=SimpleNamespace(device="cuda", torch="2"))
     of_gpu = replace(by_turns, sides=[on_gpu])
     assert of_gpu.scatter is None and not of_gpu.estimates[first, second].is_moderated
     assert of_gpu.estimates[first, second].turn_error > 0  # the rule that stops needs it
@@ -243,6 +247,7 @@ def test_a_series_is_correlated_with_itself_a_block_before():
 def test_blocks_from_which_little_follows_are_warned_of():
     """Turns of one step, three blocks, and blocks that scatter far more or less than foretold."""
     plan, dice = Plan(configurations=Plan().names[:2]), np.random.default_rng(6)
+    unfinished = dict[tuple[str, int], str]()
 
     def warnings(launch: float, number: int = 20, steps: int = 3, opposed: bool = False) -> str:
         logs = dice.normal(0, 0.04, (number, 2, 8)) + dice.normal(0, launch, (number, 2, 1))
@@ -250,13 +255,15 @@ def test_blocks_from_which_little_follows_are_warned_of():
             logs[:, :, 1::2] = -logs[:, :, ::2]
         rates = [dict(zip(plan.names, map(list, both), strict=True)) for both in np.exp(logs)]
         blocks = [replace(a_block(one), steps=dict.fromkeys(plan.names, steps)) for one in rates]
-        return " ".join(doubtful_blocks(Group(plan, "", 2, 0.95, blocks, [], []), 1))
+        groups = [Group(plan, case, 2, 0.95, blocks, [], []) for case in ("one", "other")]
+        record = SimpleNamespace(groups=groups, unfinished=unfinished, plan=plan)
+        return " ".join(doubtful_blocks(record))
 
-    assert warnings(0.01) == ""
+    assert warnings(0.01) == "" and "3 blocks only" in warnings(0.01, number=3)
+    unfinished["other", 2] = ""
     assert "turns of one step" in warnings(0.01, steps=1)
-    assert "3 blocks only" in warnings(0.01, number=3)
     assert "launches differ much" in warnings(0.1)
-    assert "is only 0.0" in warnings(0.0, opposed=True)
+    assert "one, 2 workers (0.0" in warnings(0.0, opposed=True)
 
 
 def test_two_blocks_have_no_interval_and_none_are_refused():

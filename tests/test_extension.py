@@ -1,12 +1,13 @@
 """How much longer a comparison has to be measured to decide more, and the command for it."""
 
+import copy
 import math
 import shlex
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from records import verdicts_of, with_plan
+from records import anew, verdicts_of, with_plan
 from scipy.stats import norm
 from test_compare_records import make_square
 
@@ -15,6 +16,7 @@ from compare.evidence.goals import Goal
 from compare.evidence.paired import Estimate
 from compare.evidence.record import Record, read_comparison
 from compare.evidence.verdicts import Verdict
+from compare.page import report as report_module
 from compare.page.report import Report
 
 
@@ -38,17 +40,15 @@ def a_finding(record: Record, ratio: float, blocks: int, **fields: Any) -> Verdi
         (1.05, {}, math.log(1.05) / 1.5),
         (1 / 1.05, {}, math.log(1.05) / 1.5),
         (1.001, {"margin": 0.1}, (math.log(1.1) - math.log(1.001)) / 1.5),  # equal, presumably
-        (1.01, {}, math.log(1.015)),  # the plan ends at this width, whatever it shows
         (1.02, {"delay": 0.03}, math.log(1.03) / 1.5),
     ],
 )
 def test_so_many_blocks_make_the_interval_narrow(record, ratio, fields, narrow):
     """Of the extended comparison, whose intervals have a confidence of 97.5 %."""
-    by_rule = with_plan(record, {"blocks": None, "until_interval": 0.015})
-    wanted = blocks_to_decide(by_rule, a_finding(by_rule, ratio, 100, **fields))
+    wanted = blocks_to_decide(record, a_finding(record, ratio, 100, **fields))
     assert wanted == pytest.approx(100 * (norm.ppf(0.9875) * 0.05 / narrow) ** 2, rel=0.02)
     # With few blocks, further ones also make Student's quantile smaller.
-    few = blocks_to_decide(by_rule, a_finding(by_rule, ratio, 5, **fields))
+    few = blocks_to_decide(record, a_finding(record, ratio, 5, **fields))
     assert 0.05 * wanted < few < 0.07 * wanted  # by the quantile of five it would be 0.12
 
 
@@ -71,13 +71,11 @@ def test_what_cannot_be_decided_in_ten_times_the_time_is_left_out(record):
     assert found and found.blocks == blocks_to_decide(record, easy) < 60
     assert found.seconds == pytest.approx(40 * found.blocks)
     assert found.seconds_left == pytest.approx(40 * (found.blocks - 6))
-    alone = extension_of(record, [hopeless])
-    assert alone and alone.blocks > 60
-    for nothing in (decided, replace(hopeless, delay=0.5), replace(easy, speed=None)):
+    for nothing in (hopeless, decided, replace(easy, delay=0.5), replace(easy, speed=None)):
         assert extension_of(record, [nothing]) is None
 
 
-def test_the_next_step_is_a_command(record):
+def test_the_next_step_is_a_command(record, monkeypatch):
     report = Report(record)
     assert report.next_step == ("", "")  # all is decided
     report.verdicts = [a_finding(record, 1.2, 6)]
@@ -89,8 +87,29 @@ def test_the_next_step_is_a_command(record):
     assert words[5] == "--blocks" and int(words[6]) > 6
     by_rule = Report(with_plan(record, {"blocks": None, "until_interval": 0.1, "minutes": 4.2}))
     by_rule.verdicts = report.verdicts
-    last, minutes = shlex.split(by_rule.next_step[1])[5:]
-    assert last == "--minutes" and int(minutes) >= 5
+    words_of_rule = shlex.split(by_rule.next_step[1])[5:]
+    assert words_of_rule[::2] == ["--minutes", "--until-interval"] and int(words_of_rule[1]) >= 5
+    assert words_of_rule[3] == "10%"
+    # A width that ended the measurement without a decision does not end it again.
+    report.verdicts = by_rule.verdicts = [a_finding(record, 1.05, 6)]
+    assert by_rule.next_step[1].endswith("--until-interval 3.3%")
     more = Report(with_plan(record, {"blocks": 9}))
     assert more.next_step[0] == "This command continues the measurement:"
     assert shlex.split(more.next_step[1]) == words[:5]
+    changed = Report(with_plan(record, {"blocks": 9, "trainers_sha256": "0" * 64}))
+    assert changed.next_step == ("", "")
+    monkeypatch.setattr(report_module, "ROOT", record.folder.parent)
+    kept = copy.copy(more)
+    kept.record = copy.copy(more.record)
+    kept.record.folder = record.folder.parent / "results/machine/kept"
+    assert kept.next_step == ("", "")
+
+
+def test_a_record_without_times_has_no_division_by_zero(record):
+    timeless = copy.copy(record)
+    timeless._blocks = {
+        place: [replace(block, seconds=0.0) for block in blocks]
+        for place, blocks in record._blocks.items()
+    }
+    found = extension_of(anew(timeless), [a_finding(record, 1.2, 6)])
+    assert found and found.seconds == found.seconds_left == 0

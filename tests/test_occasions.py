@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from test_compare_turns import by_turns
 
 from compare import keep, report
 from compare.evidence.occasions import over_occasions, pool
-from compare.evidence.paired import Estimate
+from compare.evidence.paired import Estimate, with_error
 from compare.evidence.record import read_comparison
 from compare.evidence.words import ratio_text
 from compare.page.formats import as_json, as_markdown, as_page, as_text
@@ -29,7 +30,8 @@ def an_estimate(log: float, error: float) -> Estimate:
 # By hand, with errors of 0.01: the variance between is that of the logarithms less 0.01 ** 2, and
 # the error is the sd of the logarithms, or 0.01 if that is larger, over the root of their number.
 # Student's quantiles: 4.303 with 2, 12.706 with 1 degree of freedom. As recorded, the variance
-# between is at least 0.0177 ** 2, and there are 6 degrees more: 2.306 with 8, 2.365 with 7.
+# between is at least 0.0177 ** 2, and there are 6 degrees more: 2.306 with 8, 2.365 with 7. One
+# occasion has no more than its own four: 2.776.
 LEAST = math.hypot(0.0177, 0.01)
 
 
@@ -39,7 +41,7 @@ LEAST = math.hypot(0.0177, 0.01)
         ([0.06, 0.10, 0.14], 0.10, math.sqrt(0.0015), 4.303 * 0.04, 2.306 * 0.04),
         ([0.095, 0.1, 0.105], 0.10, 0, 4.303 * 0.01, 2.306 * LEAST),  # closer than their errors
         ([0.0, 0.1], 0.05, math.sqrt(0.0049), 12.706 * math.sqrt(0.005), 2.365 * math.sqrt(0.005)),
-        ([0.1], 0.1, 0, None, 2.447 * LEAST),
+        ([0.1], 0.1, 0, None, 2.776 * LEAST),
     ],
 )
 def test_occasions_are_pooled_as_by_hand(logs, mean, spread, half, as_recorded):
@@ -103,6 +105,8 @@ def test_comparisons_of_one_question_are_summarized(tmp_path, monkeypatch):
     for text in (as_text(reports), as_markdown(reports), as_page(reports)):
         for words in ("12.7 for two", "Over occasions", "DDP over MPI to Horovod over MPI"):
             assert words in text
+    for text in (as_text(reports), as_markdown(reports), as_json(reports)):
+        assert told.headline.startswith("Over 2 occasions: ") and told.headline in text
     [row, *_] = json.loads(as_json(reports))["occasions"]
     assert row["pooled"]["low"] < row["pooled"]["ratio"] < row["pooled"]["high"]
 
@@ -111,7 +115,12 @@ def test_one_occasion_says_how_far_it_reaches(tmp_path):
     """On a CPU, as if it were pooled alone; no record says how much GPUs vary."""
     [folder] = comparisons_of(tmp_path, 1)
     told = Report(read_comparison(folder))
-    wider, _ = pool([told.verdicts[0].speed])
+    speed = told.verdicts[0].speed
+    wider, _ = pool([speed])
+    for degrees in (2, 4, 20):
+        own = replace(with_error(replace(speed, confidence=0.975), 0.05, degrees), turn_error=0)
+        reach, _ = pool([own])
+        assert reach.relative_half_width > own.relative_half_width and reach.confidence == 0.975
     for text in (as_text([told]), as_markdown([told]), as_page([told])):
         assert f"over all occasions is {ratio_text(wider)}, {interval_text(wider)}" in text
     change_all(folder, "environment", device="cuda")

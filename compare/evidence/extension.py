@@ -13,7 +13,6 @@ from compare.evidence.paired import (
     student_quantile,
 )
 from compare.evidence.record import Record
-from compare.evidence.stopping import BLOCKS_OVER_TURNS
 from compare.evidence.verdicts import Verdict
 from compare.plan.plan import MOST
 
@@ -25,6 +24,7 @@ class Extension:
     """A later end of a comparison, counted from its begin."""
 
     blocks: int  # of each case at each number of workers
+    until_interval: float  # where a width ends the measurement: what all that count need
     seconds: float  # of measuring, without the time in which other processes use the cores
     seconds_left: float  # with it, if they use them as much as so far
 
@@ -42,41 +42,51 @@ def is_open(finding: Verdict | Goal) -> bool:
 
 def extension_of(record: Record, findings: Sequence[Verdict | Goal]) -> Extension | None:
     """Return the end by which the open ones of these findings would probably be decided, without
-    those that would take many times as long as the comparison has taken; None if none is open, or
-    if it has not ended."""
-    wanted = [blocks_to_decide(record, finding) for finding in findings if is_open(finding)]
-    if not wanted or record.unfinished:
-        return None
+    those that would take many times as long as the comparison has taken; None if there are no
+    others, or if it has not ended."""
     groups = record.groups
     most = MOST_TIMES * max(group.num_blocks for group in groups)
-    blocks = max((number for number in wanted if number <= most), default=min(wanted))
+    wanted = [
+        (blocks, width_to_decide(finding))
+        for finding in findings
+        if is_open(finding) and (blocks := blocks_to_decide(record, finding)) <= most
+    ]
+    if not wanted or record.unfinished:
+        return None
+    blocks = max(blocks for blocks, _ in wanted)
+    width = min(width for _, width in wanted)
+    until = min(record.plan.until_interval, float(f"{width:.2g}"))  # as people write it
     seconds = sum(group.block_seconds * max(blocks, group.num_blocks) for group in groups)
     used = sum(group.seconds for group in groups)
     disturbed = sum(group.disturbed_seconds for group in groups)
-    return Extension(blocks, seconds, (seconds - used) * (1 + disturbed / used))
+    return Extension(blocks, until, seconds, (seconds - used) * (1 + disturbed / max(1.0, used)))
 
 
 def blocks_to_decide(record: Record, finding: Verdict | Goal) -> int:
     """Return the number of blocks after which a finding would be decided with a probability of
-    80 %, if its true ratio is the estimated one; or, if that takes less, after which its interval
-    is as narrow as the plan asks for, which ends the measurement.
+    80 %, if its true ratio is the estimated one.
 
     The standard error falls as 1/sqrt(n). Of the error from the blocks and the one that their turns
     foretell the larger one counts: few blocks may agree by chance.
     """
-    plan, speed = record.plan, finding.speed
+    speed = finding.speed
     assert speed is not None
     if speed.low is None:
         return MIN_BLOCKS
     confidence = 1 - (1 - confidence_after(record.extensions + 1)) / finding.family
-    error = max(speed.error, BLOCKS_OVER_TURNS * speed.turn_error)
-    narrow = max(distance(finding) / HALF_WIDTHS_OF_80_PERCENT, math.log1p(plan.until_interval))
+    error, narrow = max(speed.error, speed.turn_error), math.log1p(width_to_decide(finding))
 
     def is_narrow(blocks: int) -> bool:
         quantile = student_quantile(confidence, speed.degrees + blocks - speed.blocks)
         return quantile * error * math.sqrt(speed.blocks / blocks) <= narrow
 
     return bisect_left(range(MOST), True, speed.blocks + 1, key=is_narrow)
+
+
+def width_to_decide(finding: Verdict | Goal) -> float:
+    """Return the half-width of the interval at which a finding is decided with a probability of
+    80 %, if its true ratio is the estimated one."""
+    return math.expm1(distance(finding) / HALF_WIDTHS_OF_80_PERCENT)
 
 
 def distance(finding: Verdict | Goal) -> float:

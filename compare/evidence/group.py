@@ -71,21 +71,27 @@ class Group:
         """The mean time that a block takes."""
         return self.seconds / max(1, self.num_blocks)
 
+    @property
+    def is_as_recorded(self) -> bool:
+        """Whether this is training on CPUs, from whose records it is known how well turns foretell
+        the scatter of blocks, and how much occasions differ. Not on GPUs, where launches made the
+        variance 83 to 120 times as large as foretold; not for all-reduces alone (up to 13 times);
+        not for scripts that do not show that they ran torch on CPUs."""
+        environments = [run.environment for run in (*self.complete, *self.sides)]
+        return not any(block.unit == "bytes" for block in self.turns) and all(
+            environment.device == "cpu" and environment.torch for environment in environments
+        )
+
     @cached_property
     def scatter(self) -> Scatter | None:
         """How much more the blocks scatter than their turns foretell: the variance of each side's
         logarithm less the block's mean, summed over sides, over the same as the turns foretell it.
-
-        None where turns foretell too little: in whole runs, on GPUs (where launches made the
-        variance 83 to 120 times as large), and for all-reduces alone (up to 13 times).
+        None in whole runs, and where turns foretell too little.
         """
         names, blocks = self.plan.names, self.blocks_with(self.plan.names)
         rounds = sum(len(block.quiet_rounds) for block in blocks)
         turn_degrees = rounds - len(blocks)
-        is_on_cpus = all(side.environment.device == "cpu" for side in self.sides)
-        if len(blocks) < 2 or len(names) < 2 or not turn_degrees or not is_on_cpus:
-            return None
-        if blocks[0].unit == "bytes":
+        if len(blocks) < 2 or len(names) < 2 or not turn_degrees or not self.is_as_recorded:
             return None
         found = foretold = 0.0
         for name in names:

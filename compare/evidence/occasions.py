@@ -77,7 +77,10 @@ def pool(estimates: Sequence[Estimate], are_as_recorded: bool = True) -> tuple[E
     recorded ones did (`are_as_recorded`: of training on CPUs), the interval takes it as at least
     RECORDED_SPREAD squared, and has RECORDED_DEGREES degrees of freedom more than one less than
     there are occasions: so even a single one has an interval. Else at least two are needed, whose
-    interval is very wide. Few occasions may agree by chance, so Hartung and Knapp's factor
+    interval is very wide. It never has more degrees than the occasions' own errors together, so
+    that of a single one is no narrower than its own; its confidence is the highest of theirs.
+
+    Few occasions may agree by chance, so Hartung and Knapp's factor
     (Statistics in Medicine 20, 2001) is at least 1, as Röver, Knapp and Friede advise (BMC Medical
     Research Methodology 15:99, 2015), and thus always 1.
     """
@@ -96,6 +99,8 @@ def pool(estimates: Sequence[Estimate], are_as_recorded: bool = True) -> tuple[E
     if degrees and pooled(0.0)[-1] > 0:
         between = brentq(lambda value: pooled(value)[-1], 0.0, np.var(logs, ddof=1))
     mean, error, _ = pooled(max(between, RECORDED_SPREAD**2) if are_as_recorded else between)
-    found = Estimate(math.exp(mean), None, None, ratios)
+    confidence = max(estimate.confidence for estimate in estimates)
+    found = Estimate(math.exp(mean), None, None, ratios, confidence=confidence)
     known = degrees + RECORDED_DEGREES if are_as_recorded else degrees
+    known = min(known, sum(estimate.degrees for estimate in estimates))
     return with_error(found, error, known), math.sqrt(between)

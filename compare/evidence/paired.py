@@ -32,6 +32,7 @@ HALF_WIDTHS_OF_80_PERCENT = 1.5
 # differs between comparisons as if each had estimated it with so many degrees of freedom. Both are
 # cautious: the records under results/ show 1.0 to 1.1 (six to ten rounds), and 16 or more.
 LAUNCH_SHARE, LAUNCH_DEGREES = 1 / 40, 8
+MIN_SCATTER_DEGREES = 4  # with fewer a moderated t covers 91 to 94 % where launches add much more
 
 
 def confidence_after(extensions: int) -> float:
@@ -191,9 +192,11 @@ def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
     pair's own blocks, each with the weight of its degrees of freedom. What launches add is
     estimated from the records and from all sides of the group; it is never less than in the
     records. If the group's blocks scatter more than in three of four such groups, turns may
-    foretell too little: then the wider of this interval and Student's is returned.
+    foretell too little: then the wider of this interval and Student's is returned. (Which is wider
+    is asked at the estimate's confidence; Holm's correction then uses the same error and degrees.)
+    Two sides with three or four blocks show too little of what launches add: Student's.
     """
-    if estimate.low is None or not estimate.turn_error:
+    if estimate.low is None or not estimate.turn_error or scatter.degrees < MIN_SCATTER_DEGREES:
         return estimate
     prior, own, of_group = scatter.foretold_degrees, estimate.blocks - 1, scatter.degrees
     known = prior * scatter.expected + of_group * scatter.over_foretold
@@ -201,7 +204,7 @@ def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
     error = math.sqrt((prior * foretold + own * estimate.error**2) / (prior + own))
     found = replace(with_error(estimate, error, prior + own), is_moderated=True)
     if scatter.over_foretold > scatter.quantile(0.75):
-        return max(found, estimate, key=lambda one: one.relative_half_width)
+        return max(found, estimate, key=lambda either: either.relative_half_width)
     return found
 
 

@@ -87,12 +87,6 @@ def counted_text(groups: Sequence[Group]) -> str:
     return f"{text}."
 
 
-def time_text(seconds: float) -> str:
-    """Print a time as whole minutes or hours, rounded up."""
-    minutes = math.ceil(seconds / 60)
-    return count(minutes, "minute") if minutes < 120 else count(math.ceil(minutes / 60), "hour")
-
-
 def shortest_unique_names(folders: Sequence[Path]) -> list[str]:
     """Name folders by their paths below their common parent folder."""
     paths = [folder.resolve() for folder in folders]

@@ -5,7 +5,6 @@ import csv
 import io
 import re
 import shlex
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -69,18 +68,6 @@ def rendered(name: str, reports: Sequence[Report]) -> str:
         below=below,
     )
     return re.sub(r"\n{3,}", "\n\n", str(text).strip()) + "\n"
-
-
-def wrapped(text: str, columns: int) -> str:
-    """Return a text for a terminal with its sentences wrapped between words. Tables fit already; a
-    command, which is indented by four spaces, has to stay whole to be copied."""
-    wrapper = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-    lines = []
-    for line in text.splitlines():
-        wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip()))
-        is_whole = len(line) <= columns or line.startswith("    ")
-        lines.append(line if is_whole else wrapper.fill(line))
-    return "\n".join(lines) + "\n"
 
 
 # ------------------------------------------------------------------------------------------- HTML
@@ -259,6 +246,7 @@ def as_json(reports: Sequence[Report]) -> str:
         both = SideBySide(reports)
         value = {
             "comparisons": [report_value(report) for report in reports],
+            "headline": both.headline,
             "differences": both.differences,
             "occasions": both.occasions,
             "not_pooled": both.not_pooled,

@@ -97,7 +97,7 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot:
         at = place_text(verdict.case, verdict.workers) if len(places) > 1 else ""
         name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", at)))
         layers += verdict_layers(len(rows), name, verdict)
-        rows.append(PlotRow(len(rows), name, verdict.decision))
+        rows.append(PlotRow(len(rows), name, found_text(verdict)))
     if any(row.shown != row.name for row in rows):  # no room: hollow marks tell what is undecided
         rows = [replace(row, value="") for row in rows]
     most = max([0.01, *(abs(ratio - 1) for ratio in values_of(layers)[0])])
@@ -117,6 +117,13 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot:
     )
 
 
+def found_text(verdict: Verdict) -> str:
+    """Return the decision; a null test is as it should be if it shows no difference."""
+    if verdict.is_null_test and verdict.delay is None and verdict.decision == "undecided":
+        return "no difference"
+    return verdict.decision
+
+
 def row_plot(
     name: str, title: str, caption: str, x: Scale, layers: Sequence[Layer], rows: Sequence[PlotRow]
 ) -> Plot:
@@ -129,10 +136,11 @@ def verdict_layers(y: int, name: str, verdict: Verdict) -> list[Layer]:
     """Return the layers of a verdict's row: interval and ratios, below its name."""
     speed, margin = verdict.speed, verdict.margin
     assert speed is not None
-    texts = filter(None, [ratio_text(speed), interval_text(speed), verdict.decision])
+    found = found_text(verdict)
+    texts = filter(None, [ratio_text(speed), interval_text(speed), found])
     rings = [(ratio, y + 0.26) for ratio in thinned(speed.ratios, MAX_RINGS)]
     blocks = [f"{name}, ratio of a block: {ratio:.3f}" for ratio, _ in rings]
-    is_open = verdict.decision == "undecided"
+    is_open = found == "undecided"
     colour, point = (MUTED if is_open else INK), [(speed.ratio, y)]
     ends = [(end, y) for end in (speed.low, speed.high) if end is not None]
     # Paper below a hollow diamond, so that the line does not run through it.

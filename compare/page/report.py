@@ -4,13 +4,13 @@ import datetime
 import json
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
-from compare.evidence.group import Group
 from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
@@ -30,15 +30,15 @@ from compare.evidence.words import (
     ratio_text,
     short,
     shortest_unique_names,
-    time_text,
     without_paths,
 )
 from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
 from compare.page.labels import labels_of
 from compare.page.sentences import correction_text, interval_text
 from compare.plan.configurations import ENGINES, PEERS
-from compare.plan.environment import path_from_here
-from compare.plan.plan_file import plan_table
+from compare.plan.environment import ROOT, path_from_here
+from compare.plan.plan import percentage
+from compare.plan.plan_file import plan_table, sources_sha256
 from recipe.record.schema import Environment
 from recipe.settings.flags import Config
 
@@ -68,6 +68,22 @@ OF_OCCASION = {"git_commit", "preset", "cache_dir", "gpu_clock_mhz"}
 
 
 WARNINGS = "Warnings: these figures may be unreliable"
+OF_ONE_STEP = (
+    "turns of one step: the step before it takes as long and does not count, and exposed "
+    "communication rests on few steps"
+)
+FEW_BLOCKS = (
+    f"{MIN_BLOCKS} blocks only, the fewest that have an interval; they hardly show how much "
+    "launches differ"
+)
+MUCH_SCATTER = (
+    "the variance between blocks is so many times what their turns foretell: launches differ much "
+    "here, so few blocks say little"
+)
+LITTLE_SCATTER = (
+    "the variance between blocks is only so many times what their turns foretell, by chance or "
+    "because disturbances even out within a block: the intervals may be wider than they need be"
+)
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
 WITHOUT_MPI = "mpi4py or mpirun is not installed there"
@@ -147,9 +163,9 @@ class Report:
             if v.is_finished and v.speed and v.speed.error
         }
         finished = {(v.case, v.workers) for v in judged.values()}
-        over = [*dict.fromkeys(transport for _, transport in self.record.square)]
+        transports = [*dict.fromkeys(transport for _, transport in self.record.square)]
         return {key: v.speed for key, v in judged.items() if v.speed} | {
-            (*place, f"{OF_ENGINES} over {over[0]}", f"that over {over[1]}"): speed
+            (*place, f"{OF_ENGINES} over {transports[0]}", f"that over {transports[1]}"): speed
             for place, speed in self.interactions.items()
             if place in finished and speed.error
         }
@@ -164,19 +180,24 @@ class Report:
     @property
     def next_step(self) -> tuple[str, str]:
         """How this comparison decides more: a sentence, and the command for it. Both are empty if
-        all is decided."""
+        no command does so: all is decided or would take too long, or this is a kept record or one
+        of other sources, which run.py refuses to extend."""
         record, end = self.record, list[str]()
         later = extension_of(record, [*self.verdicts, *self.goals])
-        if record.problem or not (record.unfinished or later):
+        is_elsewhere = record.folder.resolve().is_relative_to(ROOT / "results")
+        is_changed = record.plan.trainers_sha256 not in (None, sources_sha256(record.plan))
+        is_over = record.problem or not (record.unfinished or later)
+        if is_over or is_elsewhere or is_changed:
             return "", ""
         text = "This command continues the measurement:"
         if later:
-            what = "narrow the intervals to the margin" if record.plan.null else "decide more"
-            text = f"To {what}, measure about {time_text(later.seconds_left)} more on this machine:"
+            what = "narrow the intervals" if record.plan.null else "decide more"
+            left = count(math.ceil(later.seconds_left / 60), "minute")
+            text = f"To {what}, measure about {left} more on this machine:"
             end = ["--blocks", str(later.blocks)]
         if later and record.plan.blocks is None:
             minutes = max(math.ceil(later.seconds / 60), math.floor(record.plan.minutes) + 1)
-            end = ["--minutes", str(minutes)]
+            end = ["--minutes", str(minutes), "--until-interval", percentage(later.until_interval)]
         own = [path_from_here("compare/run.py"), str(record.path), "--out", str(record.folder)]
         return text, shlex.join(["python", *own, *end])
 
@@ -234,37 +255,23 @@ class Report:
         return f"The record: {blocks}, SHA-256 {self.record.head}."
 
     @property
-    def is_on_cpus(self) -> bool:
-        return all(run.environment.device == "cpu" for run in self.record.written)
-
-    @property
     def reach(self) -> str:
         """How far one occasion reaches: the first pair's ratio over occasions, as pooling gives it
         for this one alone. "" where occasions need not differ as the recorded ones."""
         first = self.verdicts[0] if self.verdicts else None
         if first is None or first.speed is None or not first.is_judged or first.is_null_test:
             return ""
-        if not self.is_on_cpus or self.record.unit == "bytes" or not first.speed.error:
+        place = (first.case, first.workers)
+        if not self.record.group_at(*place).is_as_recorded or not first.speed.error:
             return ""
         pooled, _ = pool([first.speed])
+        at = f" at {place_text(*place)}" if len(self.record.groups) > 1 else ""
         return (
             "These intervals are for this occasion. On the recorded machines a ratio differed "
             f"between occasions by a standard deviation of {100 * RECORDED_SPREAD:.2f} %; if it "
-            f"does here, {first.first_label} / {first.second_label} over all occasions is "
+            f"does here, {first.first_label} / {first.second_label}{at} over all occasions is "
             f"{ratio_text(pooled)}, {interval_text(pooled)}."
         )
-
-    @property
-    def method(self) -> str:
-        """How the intervals of speed ratios were computed."""
-        speeds = [verdict.speed for verdict in self.verdicts if verdict.speed]
-        if any(speed.is_moderated for speed in speeds):
-            return (
-                "a moderated t on the logarithms of the blocks' ratios (Smyth 2004), with the "
-                "variance of the blocks and that which their turns foretell; Student's where the "
-                "turns foretell too little."
-            )
-        return "Student's t on the logarithms of the blocks' ratios (Biometrika 6, 1908)."
 
     @property
     def reproduce(self) -> list[str]:
@@ -366,10 +373,11 @@ class SideBySide:
         others = [name for name, texts in self.differences.items() if asks_other(name, texts)]
         pooled = over_occasions(
             [report.ratios for report in reports],
-            are_as_recorded=all(report.is_on_cpus for report in reports),
+            all(group.is_as_recorded for record in records for group in record.groups),
         )
         self.occasions = [] if others else pooled
-        self.headline = headline_of_occasions(self.occasions)
+        is_null_test = any(record.plan.null for record in records)
+        self.headline = "" if is_null_test else headline_of_occasions(self.occasions)
         self.not_pooled = ""
         if pooled and others:
             self.not_pooled = (
@@ -415,12 +423,8 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         f"same command of run.py continues it: {so_far}"
         for place, so_far in record.unfinished.items()
     ]
-    found[WARNINGS] += [
-        line
-        for group in record.groups
-        if group.place not in record.unfinished and plan.pairs()
-        for line in doubtful_blocks(group, len(record.groups))
-    ]
+    if plan.pairs():
+        found[WARNINGS] += doubtful_blocks(record)
     found[WARNINGS] += correlated_blocks(record)
     found[MISSING] += [
         f"{name}: {WITHOUT_HOROVOD if plan.known()[name].engine == 'horovod' else WITHOUT_MPI}"
@@ -455,32 +459,26 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
     return [(title, lines) for title, lines in found.items() if lines]
 
 
-def doubtful_blocks(group: Group, num_groups: int) -> Iterator[str]:
-    """Yield warnings of turns and blocks from which intervals follow less surely."""
-    place, scatter = place_text(*group.place), group.scatter
-    one_step = {name for block in group.turns for name, steps in block.steps.items() if steps == 1}
-    if one_step:
-        yield (
-            f"{place}: turns of one step ({', '.join(sorted(one_step))}): the step before it takes "
-            "as long and does not count, and exposed communication rests on few steps"
-        )
-    if group.num_blocks == MIN_BLOCKS:
-        yield (
-            f"{place}: {MIN_BLOCKS} blocks only, the fewest that have an interval; they hardly "
-            "show how much launches differ"
-        )
-    # At most 1 % false warnings in all groups together.
-    if scatter and scatter.over_foretold > scatter.quantile(1 - 0.005 / num_groups):
-        yield (
-            f"{place}: the variance between blocks is {scatter.over_foretold:.3g} times what "
-            "their turns foretell: launches differ much here, so few blocks say little"
-        )
-    if scatter and scatter.over_foretold < scatter.quantile(0.005 / num_groups):
-        yield (
-            f"{place}: the variance between blocks is only {scatter.over_foretold:.2g} times what "
-            "their turns foretell, by chance or because disturbances even out within a block: the "
-            "intervals may be wider than they need be"
-        )
+def doubtful_blocks(record: Record) -> Iterator[str]:
+    """Yield warnings of turns and blocks from which intervals follow less surely, each with the
+    places that it concerns."""
+    places = defaultdict[str, list[str]](list)
+    error = 0.005 / len(record.groups)  # at most 1 % false warnings in all groups together
+    for group in record.groups:
+        if group.place in record.unfinished:
+            continue
+        place, scatter = place_text(*group.place), group.scatter
+        steps = [number for block in group.turns for number in block.steps.values()]
+        if 1 in steps and not record.plan.side:
+            places[OF_ONE_STEP].append(place)
+        if group.num_blocks == MIN_BLOCKS:
+            places[FEW_BLOCKS].append(place)
+        if scatter and scatter.over_foretold > scatter.quantile(1 - error):
+            places[MUCH_SCATTER].append(f"{place} ({scatter.over_foretold:.3g} times)")
+        if scatter and scatter.over_foretold < scatter.quantile(error):
+            places[LITTLE_SCATTER].append(f"{place} ({scatter.over_foretold:.2g} times)")
+    for text, concerned in places.items():
+        yield f"{'; '.join(concerned)}: {text}"
 
 
 def correlated_blocks(record: Record) -> Iterator[str]:

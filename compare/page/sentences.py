@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from scipy.special import chdtr
-
 from compare.evidence.goals import Goal
 from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
@@ -44,7 +42,6 @@ NOT_FOUND = (
     ". This interval should contain the delay and exclude 1; by chance alone it fails to in one "
     "null test of twenty, and more often if it is wide: run it again, or for longer"
 )
-LUCKY = " (narrow by luck: the blocks scatter far less than their turns foretell)"
 
 
 # The verdicts.
@@ -58,9 +55,9 @@ def sentence(verdict: Verdict) -> str:
     blocks = count(speed.blocks, "block")
     if verdict.decision in DIFFERENT and not verdict.is_null_test:  # the ratio is in the claim
         shown = speed.inverse() if verdict.decision == "slower" else speed
-        return said(verdict, f"{text}, {interval_text(shown)}, {blocks}{luck_text(speed)}")
+        return said(verdict, f"{text}, {interval_text(shown)}, {blocks}")
     figures = filter(None, [f"speed ratio {ratio_text(speed)}", interval_text(speed), blocks])
-    told = f"{text} ({', '.join(figures)}){luck_text(speed)}"
+    told = f"{text} ({', '.join(figures)})"
     return said(verdict, f"{told}{remark(verdict, speed)}")
 
 
@@ -216,15 +213,6 @@ def ends_text(estimate: Estimate) -> str:
         return ""
     places = digits(estimate)
     return f"{estimate.low:.{places}f} to {estimate.high:.{places}f}"
-
-
-def luck_text(estimate: Estimate) -> str:
-    """Return a remark on an interval that is narrow by luck: its standard error is so much smaller
-    than the one that turns foretell as chance makes it in one of twenty at most; else empty."""
-    if not estimate.turn_error or not estimate.degrees:
-        return ""
-    variances = (estimate.error / estimate.turn_error) ** 2
-    return LUCKY if chdtr(estimate.degrees, estimate.degrees * variances) < 0.05 else ""
 
 
 def bound_text(estimate: Estimate) -> str:

@@ -27,7 +27,8 @@ POOLED = (
     f"differed; they count as much as {RECORDED_DEGREES} further ones. On GPUs these occasions "
     "alone count, and the interval is wide (Student's quantile is 12.7 for two, 4.3 for three, "
     "2.8 for five). Each interval covers its own ratio alone, without a correction for their "
-    "number. Unfinished measurements are left out."
+    "number; where a comparison was extended, with its higher confidence. Unfinished measurements "
+    "are left out."
 )
 APART = (
     "These comparisons were not measured in the same blocks. A ratio between two of them would "
@@ -164,12 +165,18 @@ TRAININGS = (
         "start and end, s",
         "startup_seconds",
         "{:,.1f}",
-        "Medians over runs; those of times, input and energy leave out runs that other "
-        "processes disturbed, unless they disturbed all (*). Start and end: from the launcher's "
-        "start to its end, without the training clock.",
+        "Start and end: from the launcher's start to its end, without the training clock.",
+        is_optional=True,
         is_timed=True,
     ),
-    Column("training, s", "train_seconds", "{:,.1f}", is_timed=True),
+    Column(
+        "training, s",
+        "train_seconds",
+        "{:,.1f}",
+        "Medians over runs; those of times, input and energy leave out runs that other "
+        "processes disturbed, unless they disturbed all (*).",
+        is_timed=True,
+    ),
     Column(
         "evaluation, s",
         "evaluation_seconds",
