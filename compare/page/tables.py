@@ -49,7 +49,6 @@ class TableCell:
     value: float | None = None  # for sorting and copying; None: the text serves
     aside: str = ""
     is_alarm: bool = False
-    is_open: bool = False  # nothing is decided on it
     series: int | None = None  # a configuration's colour; -1: the row belongs to no configuration
 
 
@@ -437,13 +436,11 @@ def square_table(report: Report, *place: Any) -> Table:
     here = [v for v in report.verdicts if (v.case, v.workers) == place and v.speed]
     ratios = {(v.first, v.second): v.speed for v in here if v.speed}
     ratios |= {(second, first): speed.inverse() for (first, second), speed in ratios.items()}
-    undecided = [{v.first, v.second} for v in here if v.decision == "undecided"]
     first_engine, second_engine = dict.fromkeys(engine for engine, _ in corners)
     new, base = dict.fromkeys(transport for _, transport in corners)
 
     def ratio(first: tuple[str, str], second: tuple[str, str]) -> TableCell:
-        cell = ratio_cell(ratios.get((corners[first], corners[second])))
-        return replace(cell, is_open={corners[first], corners[second]} in undecided)
+        return ratio_cell(ratios.get((corners[first], corners[second])))
 
     lines: list[tuple[Any, ...]] = [
         (
@@ -460,9 +457,9 @@ def square_table(report: Report, *place: Any) -> Table:
     heads = ("engine", f"over {base}", f"over {new}", f"transport: {new} / {base}")
     return Table(
         f"Engine and transport, {place_text(*place)}",
-        "Speed ratios with their intervals, grey where nothing is decided. Of "
-        f"{name.text}, {heads[-1]} is the interaction: the engines' ratio over {new} divided by "
-        f"that over {base}. 1 means that {new} speeds up both engines by the same factor.",
+        f"Speed ratios with their intervals. Of {name.text}, {heads[-1]} is the interaction: the "
+        f"engines' ratio over {new} divided by that over {base}. 1 means that {new} speeds up both "
+        "engines by the same factor.",
         [Column(head, i, is_number=i > 0) for i, head in enumerate(heads)],
         lines,
         starts_group=(False, False, True),
