@@ -107,7 +107,7 @@ def test_blocks_are_enough_when_the_interval_is_narrow_and_its_width_is_known(
     assert found.low is None or found.relative_half_width == pytest.approx(half_width)
     plan = Plan(until_interval=Share(0.02))
     for width in (0.5, 2):
-        other = replace(found, error=width * found.error, degrees=30, is_moderated=True)
+        other = replace(found, error=width * found.error, degrees=30)
         assert is_enough([other], plan) == enough
 
 
@@ -168,7 +168,7 @@ def test_the_turns_moderate_the_blocks_variance_by_hand(over_foretold, error, de
     assert (found.error, found.degrees) == (pytest.approx(error), degrees)
     half = student_quantile(0.95, degrees) * error
     assert math.log(found.high / found.low) / 2 == pytest.approx(half)
-    assert found.is_moderated and found.ratio == student.ratio
+    assert found.ratio == student.ratio
     assert found.p_difference() == pytest.approx(2 * stdtr(degrees, -0.04 / error))
     assert found.block_error == pytest.approx(student.error)
 
@@ -180,7 +180,7 @@ def test_where_blocks_scatter_more_than_turns_foretell_the_wider_interval_counts
         moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24, rounds=8))
         for over_foretold in (1.77 * 1.2, 1.79 * 1.2)
     )
-    assert below.is_moderated and below.high < student.high
+    assert below.degrees > student.degrees and below.high < student.high
     assert above == student
     wide = replace(student, turn_error=0.1)
     assert moderated(wide, Scatter(9.0, degrees=6, turn_degrees=24, rounds=8)).high > student.high
@@ -211,12 +211,12 @@ def test_a_group_tells_how_much_its_blocks_scatter():
     assert group(0.04).scatter.over_foretold == pytest.approx(9, abs=2.5)
     assert group(0.0, rounds=1).scatter is None and group(0.0, unit="bytes").scatter is None
     by_turns = group(0.0)
-    assert by_turns.estimates[first, second].is_moderated
+    assert by_turns.estimates[first, second].degrees > 199
     unknown = SimpleNamespace(environment=SimpleNamespace(device="cpu", torch=""))
     assert replace(by_turns, sides=[unknown]).scatter is None  # a script that may use a GPU
     on_gpu = SimpleNamespace(environment=SimpleNamespace(device="cuda", torch="2"))
     of_gpu = replace(by_turns, sides=[on_gpu])
-    assert of_gpu.scatter is None and not of_gpu.estimates[first, second].is_moderated
+    assert of_gpu.scatter is None and of_gpu.estimates[first, second].degrees == 199
     assert of_gpu.estimates[first, second].turn_error > 0  # the rule that stops needs it
 
 

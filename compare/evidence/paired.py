@@ -61,7 +61,6 @@ class Estimate:
     degrees: float = 0  # degrees of freedom of that error
     confidence: float = CONFIDENCE
     turn_error: float = 0.0  # `error` as predicted from the turns within blocks; 0: not known
-    is_moderated: bool = False  # False: `error` is from the blocks alone, the interval is Student's
 
     @property
     def blocks(self) -> int:
@@ -202,7 +201,7 @@ def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
     known = prior * scatter.expected + of_group * scatter.over_foretold
     foretold = max(scatter.expected, known / (prior + of_group)) * estimate.turn_error**2
     error = math.sqrt((prior * foretold + own * estimate.error**2) / (prior + own))
-    found = replace(with_error(estimate, error, prior + own), is_moderated=True)
+    found = with_error(estimate, error, prior + own)
     if scatter.over_foretold > scatter.quantile(0.75):
         return max(found, estimate, key=lambda either: either.relative_half_width)
     return found
