@@ -2,8 +2,7 @@
 the orders that real plans have, ended by the rule that ends real ones.
 
 A thousand experiments show a share of 95 % as 93.6 to 96.4 % (two standard errors); a method whose
-coverage is right stays within 93 to 97 %. A moderated t may cover more: it is cautious where
-launches add less than in its records.
+coverage is right stays within 93 to 97 %.
 """
 
 import json
@@ -45,7 +44,7 @@ from compare.running.scheduler import ABLATION_EVERY
 
 Array = NDArray[np.float64]
 EXPERIMENTS = 1000
-LEAST, MOST = 0.93, 0.98
+LEAST, MOST = 0.93, 0.97
 SQUARE = ("ddp-torchrun", "horovod-gloo", "ddp-mpirun", "horovod-mpi")
 PAIRS = ((0, 1), (2, 0), (2, 3), (3, 1))  # of these: engine at each transport, and back
 # Each side's power in what is estimated: each pair, and the square's interaction.
@@ -167,20 +166,23 @@ def scatter_of(speeds: Array) -> Scatter:
     return Scatter(between / within, (sides - 1) * (blocks - 1), blocks * (rounds - 1), rounds)
 
 
-def assert_covered(found: list[list[Estimate]], truth: Sequence[float] = TRUTH) -> None:
+def assert_covered(
+    found: list[list[Estimate]], truth: Sequence[float] = TRUTH, most: float = MOST
+) -> None:
     """Of each contrast's intervals, with these logarithms of the sides' speeds."""
     shares = []
     for powers, estimates in zip(CONTRASTS, zip(*found, strict=True), strict=False):
         log = sum(power * truth[side] for side, power in powers.items())
         shares.append(mean(math.log(one.low) <= log <= math.log(one.high) for one in estimates))
-    assert LEAST <= mean(shares) <= MOST
+    assert LEAST <= mean(shares) <= most
     assert min(shares) >= LEAST - 0.005  # of five, one is easily three standard errors off
 
 
 @pytest.mark.parametrize("sides", [2, 4])
 @pytest.mark.parametrize("noise", [0.03, 0.045, 0.065, 0.09])
 def test_the_interval_covers_the_truth_where_its_width_or_the_time_ended_it(sides, noise):
-    assert_covered(measure(turns(int(1000 * noise), sides, noise)))
+    # A moderated t is cautious where launches add as little as here.
+    assert_covered(measure(turns(int(1000 * noise), sides, noise)), most=MOST + 0.01)
 
 
 @pytest.mark.parametrize("sides", [2, 4])

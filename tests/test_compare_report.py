@@ -465,8 +465,8 @@ OWN = {"first_label": "A over MPI", "second_label": "B over MPI", "decision": "f
             "No verdict on A over MPI and my own: no block was completed by both.",
         ),
         (
-            {"first_label": "a", "second_label": "b", "workers": 0, "decision": "slower"},
-            "b trained 0.80 (0.64 to 1.00) times as fast as a.",
+            {"first_label": "a", "second_label": "b", "workers": 0},
+            "a trained 1.25 (1.00 to 1.56) times as fast as b.",
         ),
     ],
 )

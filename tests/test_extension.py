@@ -91,8 +91,8 @@ def test_the_next_step_is_a_command(record, monkeypatch):
     assert words_of_rule[::2] == ["--minutes", "--until-interval"] and int(words_of_rule[1]) >= 5
     assert words_of_rule[3] == "10%"
     # A width that ended the measurement without a decision does not end it again.
-    report.verdicts = by_rule.verdicts = [a_finding(record, 1.05, 6)]
-    assert by_rule.next_step[1].endswith("--until-interval 3.3%")
+    by_rule.verdicts = [a_finding(record, 1.1, 6)]
+    assert by_rule.next_step[1].endswith("--until-interval 6.6%")
     more = Report(with_plan(record, {"blocks": 9}))
     assert more.next_step[0] == "This command continues the measurement:"
     assert shlex.split(more.next_step[1]) == words[:5]

@@ -101,6 +101,6 @@ def pool(estimates: Sequence[Estimate], are_as_recorded: bool = True) -> tuple[E
     mean, error, _ = pooled(max(between, RECORDED_SPREAD**2) if are_as_recorded else between)
     confidence = max(estimate.confidence for estimate in estimates)
     found = Estimate(math.exp(mean), None, None, ratios, confidence=confidence)
-    known = degrees + RECORDED_DEGREES if are_as_recorded else degrees
-    known = min(known, sum(estimate.degrees for estimate in estimates))
+    of_errors = sum(estimate.degrees for estimate in estimates)
+    known = min(of_errors, degrees + (RECORDED_DEGREES if are_as_recorded else 0))
     return with_error(found, error, known), math.sqrt(between)

@@ -15,8 +15,6 @@ from compare.evidence.verdicts import DIFFERENT, Verdict
 from recipe.settings.variables import RANK_START
 
 Row = dict[str, Any]
-# Medians that a run's time does not change.
-UNTIMED = ("top1", "top5", "loss", "network_bytes_per_step", "bubble_share", "staleness")
 EXPOSED, BACKWARD = "exposed_communication_seconds", "backward_seconds"
 
 
@@ -90,7 +88,7 @@ def rates_by_block(group: Group, configuration: str) -> dict[int, float]:
 def training_rows(record: Record) -> list[Row]:
     """Return what whole trainings of each cell show: the medians of `timed_figures`, of the runs
     that other processes did not disturb, or of all if they disturbed all (`are_disturbed`); those
-    of figures that do not depend on the time; and
+    of `other_figures`; and
 
     weights: whether the final weights equal those of the first configuration in the block; runs,
     planned_runs; peak_memory: bytes of the largest rank, with its interval; straggler_ratio: the
@@ -108,7 +106,8 @@ def training_rows(record: Record) -> list[Row]:
         ]
         of_equal = "equal" if all(equal) else f"{sum(equal)} of {len(equal)} equal"
         quiet = [run for run in runs if not run.is_disturbed]
-        figures = [vars(run.summary) | vars(run.summary.rung) for run in runs]
+        timed = [timed_figures(run) for run in quiet or runs]
+        others = [other_figures(run) for run in runs]
         memory = [math.log(run.summary.peak_memory_bytes) for run in runs]
         ablated = [
             turn.straggler_ratio
@@ -119,8 +118,8 @@ def training_rows(record: Record) -> list[Row]:
         rows.append(
             {
                 **cell_fields(group, name),
-                **medians([timed_figures(run) for run in quiet or runs]),
-                **medians([{name: values[name] for name in UNTIMED} for values in figures]),
+                **medians(timed),
+                **medians(others),
                 "are_disturbed": not quiet,
                 "weights": of_equal if equal else "–",
                 "runs": len(runs),
@@ -144,6 +143,15 @@ def timed_figures(run: RunRecord) -> dict[str, float | None]:
         "evaluation_seconds": summary.total_seconds - summary.train_seconds,
         **vars(summary.input),
         **vars(summary.energy),
+    }
+
+
+def other_figures(run: RunRecord) -> dict[str, float | None]:
+    """Return the figures of a run that do not depend on the time that it took."""
+    of_summary = ("top1", "top5", "loss", "network_bytes_per_step")
+    return {
+        **{name: getattr(run.summary, name) for name in of_summary},
+        **{name: getattr(run.summary.rung, name) for name in ("bubble_share", "staleness")},
     }
 
 
