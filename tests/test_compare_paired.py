@@ -247,7 +247,6 @@ def test_a_series_is_correlated_with_itself_a_block_before():
 def test_blocks_from_which_little_follows_are_warned_of():
     """Turns of one step, three blocks, and blocks that scatter far more or less than foretold."""
     plan, dice = Plan(configurations=Plan().names[:2]), np.random.default_rng(6)
-    unfinished = dict[tuple[str, int], str]()
 
     def warnings(launch: float, number: int = 20, steps: int = 3, opposed: bool = False) -> str:
         logs = dice.normal(0, 0.04, (number, 2, 8)) + dice.normal(0, launch, (number, 2, 1))
@@ -256,12 +255,10 @@ def test_blocks_from_which_little_follows_are_warned_of():
         rates = [dict(zip(plan.names, map(list, both), strict=True)) for both in np.exp(logs)]
         blocks = [replace(a_block(one), steps=dict.fromkeys(plan.names, steps)) for one in rates]
         groups = [Group(plan, case, 2, 0.95, blocks, [], []) for case in ("one", "other")]
-        record = SimpleNamespace(groups=groups, unfinished=unfinished, plan=plan)
-        return " ".join(doubtful_blocks(record))
+        return " ".join(doubtful_blocks(SimpleNamespace(groups=groups, unfinished={}, plan=plan)))
 
     assert warnings(0.01) == "" and "3 blocks only" in warnings(0.01, number=3)
-    unfinished["other", 2] = ""
-    assert "turns of one step" in warnings(0.01, steps=1)
+    assert "one, 2 workers; other, 2 workers: turns of one step" in warnings(0.01, steps=1)
     assert "launches differ much" in warnings(0.1)
     assert "one, 2 workers (0.0" in warnings(0.0, opposed=True)
 

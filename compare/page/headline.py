@@ -23,10 +23,8 @@ def headline(verdicts: Sequence[Verdict], goals: Sequence[Goal]) -> list[str]:
     is_placed = len({(finding.case, finding.workers) for finding in findings}) > 1
     if {kind(finding) for finding in findings} == {UNFINISHED}:
         return ["Nothing is decided yet: the measurement is not finished."]
-    if len(findings) > MOST_LISTED:
-        sentences = counted(goals, pairs)
-    else:
-        sentences = listed(goals, pairs, is_placed)
+    is_short = len(findings) <= MOST_LISTED
+    sentences = listed(goals, pairs, is_placed) if is_short else counted(goals, pairs)
     # A user's own names keep their first letter.
     own = tuple(
         label
@@ -51,12 +49,13 @@ def listed(goals: Sequence[Goal], pairs: Sequence[Verdict], is_placed: bool) -> 
 
 def counted(goals: Sequence[Goal], pairs: Sequence[Verdict]) -> list[str]:
     """Return how many goals and pairs ended in which way."""
-    sentences = []
-    for findings, noun in ((goals, "goal"), (pairs, "pair")):
-        ways = ", ".join(f"{n} {way}" for way, n in Counter(map(kind, findings)).most_common())
-        if ways:
-            sentences.append(f"{count(len(findings), noun)}: {ways}.")
-    return sentences
+    ways = {"goal": Counter(map(kind, goals)), "pair": Counter(map(kind, pairs))}
+    return [
+        f"{count(found.total(), noun)}: "
+        f"{', '.join(f'{number} {way}' for way, number in found.most_common())}."
+        for noun, found in ways.items()
+        if found
+    ]
 
 
 def kind(finding: Verdict | Goal) -> str:
