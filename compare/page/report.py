@@ -82,7 +82,8 @@ MUCH_SCATTER = (
 )
 LITTLE_SCATTER = (
     "the variance between blocks is only so many times what their turns foretell, by chance or "
-    "because disturbances even out within a block: the intervals may be wider than they need be"
+    "because disturbances even out within a block: intervals may be wider than they need be; of "
+    "two sides with fewer than five blocks, where only blocks count, narrow by luck"
 )
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
