@@ -12,8 +12,8 @@ variable FORKED.
 
 For each session of processes that ask, the server forks a server with a session of its own, which
 makes the forks. For Linux gives all processes of a session one share of the cores
-(sched_autogroup_enabled, sched(7)): two ranks of Horovod over MPI on two cores were 7 to 15 %
-slower with a session each than with one that they shared, as they have under mpirun.
+(sched_autogroup_enabled, sched(7)), and ranks that share a session under their launcher are slower
+with one each (docs/results.md).
 
 A server has one thread, and no MPI, no CUDA and no process group: each fork makes those for itself.
 It should load no module of this project, some of which hold what they found when they were loaded.
