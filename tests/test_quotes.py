@@ -265,7 +265,8 @@ def test_the_page_says_how_much_occasions_differed() -> None:
     """The standard deviations between occasions of everything that was measured more than once."""
     asked = defaultdict[Any, list[Report]](list)
     for report in all_reports():
-        asked[report.record.folder.parent, report.record.plan.question].append(report)
+        plan = report.record.plan  # another launcher is another question
+        asked[report.record.folder.parent, plan.question, plan.configurations].append(report)
     largest = {True: 0.0, False: 0.0}  # of squares, of others
     squares = degrees = 0.0
     for reports in asked.values():
@@ -301,7 +302,7 @@ def test_the_docs_say_how_long_a_block_takes() -> None:
         if blocks_of(report) and not report.record.plan.side
     ]
     told = f"took {min(seconds):.0f} to {max(seconds):.0f} s for each of its sides"
-    assert told in (ROOT / "docs/comparing.md").read_text()
+    assert told in (ROOT / "docs/ab-tests.md").read_text()
 
 
 def test_the_docs_say_where_the_difference_of_the_squares_lies() -> None:
