@@ -6,12 +6,16 @@
     python compare/report.py runs/compare-... --csv > runs.csv
     python compare/report.py BEFORE AFTER          several side by side, and what those that ask
                                                    the same on several occasions say together
+    python compare/report.py runs/compare-... --check    a gate for CI: the exit code is 0 if each
+                                                   goal is reached, 1 if one is missed, 2 if one is
+                                                   undecided, 3 if it cannot be judged
 
 Without one of the flags for formats it prints the table and writes report.html into DIR.
 Reads the record only: it needs neither torch nor Horovod, and no machine like the measured one.
 """
 
 import sys
+import traceback
 from pathlib import Path
 
 from recipe.command import run_tool
@@ -20,6 +24,7 @@ from recipe.files import replace_file
 
 SCRIPT = "compare/report.py"
 ELSEWHERE = "--html FILE writes the page elsewhere, --no-html none"
+CHECK, NOT_CHECKED = "--check", 3  # the flag; its exit code after any error
 
 
 def report(
@@ -31,6 +36,8 @@ def report(
     html: Path | None = None,
     svg: Path | None = None,
     no_html: bool = False,
+    check: bool = False,
+    undecided_passes: bool = False,
 ) -> int:
     """Print and write a report. Packages are imported here, where `main` turns a missing one into a
     message.
@@ -43,6 +50,10 @@ def report(
         html: The page (default: report.html in the folder, for one comparison in no other form).
         svg: Write every plot as a file into this folder.
         no_html: No page.
+        check: End with exit code 0 if each goal is reached, 1 if one is missed, 2 if one is
+            undecided, 3 if it cannot be judged, and say so in a last line (in another form than
+            text: on stderr).
+        undecided_passes: With --check: 0 also if a goal is undecided.
     """
     forms = {"markdown": markdown, "csv": csv, "json": json}
     printed = [form for form, is_asked_for in forms.items() if is_asked_for]
@@ -51,12 +62,18 @@ def report(
         (html and no_html, "--html and --no-html exclude each other"),
         (html == Path(), "--html: name a file"),
         (len(comparisons) > 1 and svg, "--svg: several comparisons have no plots"),
+        (
+            undecided_passes and not check,
+            f"--undecided-passes: says what {CHECK} lets pass; add it",
+        ),
     )
     form = printed[0] if printed else "text"
+    from compare.evidence.goals import UNDECIDED
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.record import find_comparisons, read_comparison
     from compare.page import formats
     from compare.page.chart import standalone
+    from compare.page.gate import EXIT_CODES, gate_of
     from compare.page.plots import draw_plots
     from compare.page.report import Report
 
@@ -79,18 +96,40 @@ def report(
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)
     print(text, end="" if text.endswith("\n") else "\n")
-    return 0
+    if not check:
+        return 0
+    gate = gate_of(reports)
+    passes = undecided_passes and gate.result == UNDECIDED
+    remark = " It may pass: --undecided-passes." if passes else ""
+    print(f"{gate.sentence}{remark}", file=sys.stdout if form == "text" else sys.stderr)
+    return 0 if passes else EXIT_CODES[gate.result]
 
 
-def main(argv: list[str] | None = None) -> int:
+def run_report(words: list[str], error_code: int) -> int:
     """Run the command and return the exit code; a missing package ends it with one message."""
     try:
-        return run_tool(SCRIPT, report, __doc__, argv, exit_code=1)
+        return run_tool(SCRIPT, report, __doc__, words, exit_code=error_code)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "compare":
             raise
         packages = "msgspec scipy tabulate jinja2 tyro"
-        sys.exit(f"{SCRIPT}: this needs {error.name}: pip install {packages}")
+        print(f"{SCRIPT}: this needs {error.name}: pip install {packages}", file=sys.stderr)
+        return error_code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return the exit code. With --check, where 1 and 2 are answers, no error
+    ends with them: neither one in the flags nor a mistake in this project."""
+    words = sys.argv[1:] if argv is None else argv
+    if CHECK not in words:
+        return run_report(words, 1)
+    try:
+        return run_report(words, NOT_CHECKED)
+    except SystemExit as ended:
+        return NOT_CHECKED if ended.code else 0
+    except Exception:
+        traceback.print_exc()
+        return NOT_CHECKED
 
 
 if __name__ == "__main__":

@@ -301,6 +301,8 @@ def carry_out(plan: Plan, record: Record, argv: list[str]) -> int:
     print(f"record: {count(record.num_blocks, 'block')}, SHA-256 {record.head}")
     report = shlex.join(["python", path_from_here("compare/report.py"), str(record.folder)])
     print(f"report:\n    {report}")
+    if plan.goals:
+        print(f"whether the goals are reached, as an exit code:\n    {report} --check")
     return 1 if failed or not is_measured else 0
 
 

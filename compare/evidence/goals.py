@@ -8,6 +8,8 @@ from compare.evidence.judgement import Finding, find, holm, judged_together
 from compare.evidence.record import Record
 
 REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
+# What the goals of one or of several comparisons say together, for who lets a change pass or not.
+PASSED, FAILED, UNDECIDED, NOT_JUDGED = "passed", "failed", "undecided", "not judged"
 # An interval that contains its goal is also a result, AT_GOAL, if its lower end is at most this
 # share below the goal: it could take hours to show on which side the truth lies, and no choice
 # would depend on it. For a ratio the tolerance is at most half the goal's distance from 1. That
@@ -70,3 +72,16 @@ def decided(goals: Sequence[Goal]) -> list[Goal]:
             decision = MISSED
         with_decisions.append(replace(goal, decision=decision, family=len(judged) or 1))
     return with_decisions
+
+
+def gate_result(comparisons: Sequence[Sequence[Goal]]) -> str:
+    """Return what the goals of each comparison say together. One that is missed is "failed",
+    whatever else is open; a goal that nothing could judge, or a comparison without goals, is "not
+    judged"; one that is neither reached nor missed "undecided". At the goal is passed."""
+    goals = [goal for own in comparisons for goal in own]
+    decisions = {goal.decision for goal in goals}
+    if MISSED in decisions:
+        return FAILED
+    if not all(comparisons) or not all(goal.is_judged for goal in goals):
+        return NOT_JUDGED
+    return UNDECIDED if OPEN in decisions else PASSED

@@ -17,6 +17,7 @@ from compare.evidence.equality import Fact
 from compare.evidence.record import Record
 from compare.evidence.words import count, difference_text, place_text, short, shortest_unique_names
 from compare.page.chart import template
+from compare.page.gate import gate_of
 from compare.page.plots import draw_plots
 from compare.page.report import ASIDE, ENVIRONMENT, Report, SideBySide
 from compare.page.sentences import below, equal_work_text, goal_verdict, sentence, support
@@ -59,6 +60,7 @@ def rendered(name: str, reports: Sequence[Report]) -> str:
     text = template(name).render(
         reports=reports,
         both=both,
+        gate=gate_of(reports) if any(report.goals for report in reports) else None,
         tables=side_by_side_tables(both) if both else main_tables(reports[0]),
         apart=APART,
         pooled=POOLED,
@@ -240,7 +242,8 @@ def turn_lines(record: Record) -> Iterator[dict[str, Any]]:
 
 def as_json(reports: Sequence[Report]) -> str:
     """Return the whole report as an object; for several comparisons, a list of their reports, and
-    what they show together. A number that JSON does not have (a loss that diverged) is null."""
+    what they show together. Either has the result of the gate. A number that JSON does not have (a
+    loss that diverged) is null."""
     value = report_value(reports[0])
     if len(reports) > 1:
         both = SideBySide(reports)
@@ -251,6 +254,7 @@ def as_json(reports: Sequence[Report]) -> str:
             "occasions": both.occasions,
             "not_pooled": both.not_pooled,
         }
+    value["gate"] = gate_of(reports)
     return json_for_readers(msgspec.to_builtins(value, enc_hook=float)) + "\n"  # plans' fractions
 
 

@@ -190,7 +190,9 @@ def goal_verdict(goal: Goal) -> str:
     """Say whether a goal is reached, or why that is not judged."""
     if goal.differences:
         return f"no verdict: {'; '.join(map(difference_text, goal.differences))}"
-    return goal.decision if goal.is_finished else "not finished"
+    if not goal.is_finished:
+        return "not finished"
+    return goal.decision if goal.is_judged else f"an interval needs {MIN_BLOCKS} blocks"
 
 
 def goal_figure(goal: Goal, value: float) -> str:

@@ -1,0 +1,49 @@
+"""A gate for CI: whether the reported comparisons reach their goals, in a word and a sentence."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compare.evidence.goals import FAILED, NOT_JUDGED, PASSED, UNDECIDED, gate_result
+from compare.evidence.words import shortest_unique_names
+from compare.page.headline import MOST_LISTED, counted, goal_clause
+from compare.page.report import Report
+
+EXIT_CODES = {PASSED: 0, FAILED: 1, UNDECIDED: 2, NOT_JUDGED: 3}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What `report.py --check` answers."""
+
+    result: str  # a key of EXIT_CODES
+    sentence: str
+
+
+def gate_of(reports: Sequence[Report]) -> Gate:
+    """Return the gate's result for all reports together, with what has decided it."""
+    result = gate_result([report.goals for report in reports])
+    names = shortest_unique_names([report.record.folder for report in reports])
+    named = defaultdict[str, list[str]](list)
+    for name, report in zip(names, reports, strict=True):
+        for reason in reasons_of(report, result):
+            named[reason].append(name)
+    reasons = [
+        f"{', '.join(own)}: {reason}" if len(reports) > 1 else reason
+        for reason, own in named.items()
+    ]
+    if len(reasons) > MOST_LISTED:
+        reasons = counted([goal for report in reports for goal in report.goals], [])
+    return Gate(result, f"Gate: {result}: {'; '.join(reasons).removesuffix('.')}.")
+
+
+def reasons_of(report: Report, result: str) -> list[str]:
+    """Return what in a report has the gate end with this result."""
+    record, goals = report.record, report.goals
+    if record.problem:
+        return [record.problem] if result == NOT_JUDGED else []
+    if not goals and result == NOT_JUDGED:
+        none = "its plan has no goals; give run.py --goals FIRST:SECOND=RATIO"
+        return ["a null test has no goals" if record.plan.null else none]
+    is_placed = len(record.groups) > 1
+    return [goal_clause(goal, is_placed) for goal in goals if gate_result([[goal]]) == result]
