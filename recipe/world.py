@@ -89,6 +89,7 @@ LAUNCHERS = {
     ),
 }
 NO_LAUNCHER = Launcher(patience_s=FINISH_S)
+NODE_NUMBER = "SLURM_NODEID"  # of the counts in Slurm's variable for the local size, this host's
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,12 @@ class World:
         return " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
 
 
+def place_variables() -> list[str]:
+    """Return the names of the variables from which `read_worlds` reads a process's place."""
+    by_launcher = (name for launcher in LAUNCHERS.values() for name in launcher.variables)
+    return [*by_launcher, NODE_NUMBER]
+
+
 def read_world(environ: Mapping[str, str] = os.environ) -> World:
     """Return this process's place; alone (rank 0 of 1) if no launcher has set its variables.
     Scripts call `recipe.ancestors.own_world` first, which refuses variables of another job."""
@@ -146,7 +153,7 @@ def read_worlds(environ: Mapping[str, str] = os.environ) -> list[World]:
     for launcher in sorted(left, key=lambda name: named[name][2] not in numbers):
         rank, size, local_rank, local_size = named[launcher]
         counts = tasks_per_node(environ.get(local_size, "")) or [1]  # several from Slurm alone
-        local = counts[min(numbers.get("SLURM_NODEID", 0), len(counts) - 1)]
+        local = counts[min(numbers.get(NODE_NUMBER, 0), len(counts) - 1)]
         on_host = numbers.get(local_rank, numbers[rank])
         places.append((numbers[rank], numbers[size], on_host, local, launcher))
     return [World(*place, socket.gethostname()) for place in (*places, (0, 1, 0, 1, "none"))]

@@ -227,10 +227,10 @@ def test_a_side_may_have_no_phases() -> None:
 def test_a_trainer_without_instruments_takes_turns() -> None:
     """It has no laps to tell, and no phases."""
     session = Mock(meter=Nothing(), progress=Mock(samples_seen=8))
-    client = take_turns.Client(Mock(), warm_up=3)
-    client.step_ended(session)
-    client.step_ended(session)
-    told = client.trained(session, None)
+    client = take_turns.TrainerClient(Mock(), 3)
+    client.trained(session)
+    client.trained(session)
+    told = client.measured()
     assert told["phases"] == {}
     told |= {"seconds": 1.0, "busy": 1.0, "cpu_seconds": 1.0, "window": 1.0, "images": 16}
     side = Run(1, CONFIGURATIONS["ddp-torchrun"], 1, 1, flags=("--batch-size", "8"))

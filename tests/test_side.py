@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,20 +18,19 @@ from torch import nn
 from compare import report
 from compare import run as run_command
 from compare.evidence.record import read_comparison
+from compare.for_scripts.comparison_side import VERSION, Side, cpu_seconds, digest_of
 from compare.plan.environment import ROOT
 from compare.plan.plan import Plan
 from compare.plan.plan_file import plan_table
 from compare.run import make_plan, parse_options
-from compare.running import take_turns
 from compare.running.checks import has_horovod
-from compare.running.take_turns import digest_of
-from compare.side import Side
+from compare.running.scheduler import SIDE_FILE
 from recipe.errors import UserError
 
 SCRIPTS = ROOT / "tests/own_scripts"
 STEPS = """
 import time
-from compare.side import Side
+from comparison_side import Side
 side = Side({of_side})
 for step in range({steps}):
     time.sleep({seconds})
@@ -47,11 +47,12 @@ def script(
     done: str = "images=4",
     of_side: str = "",
     before: str = "",
+    flags: str = "",
 ) -> str:
     """Write a script that does nothing for so many seconds a step; return its command."""
     text = STEPS.format(of_side=of_side, steps=steps, seconds=seconds, done=done)
     (folder / f"{name}.py").write_text(before + text)
-    return f"{name}={sys.executable} {folder}/{name}.py"
+    return f"{name}={sys.executable}{flags} {folder}/{name}.py"
 
 
 def plan_of(*words: str) -> Plan:
@@ -61,28 +62,41 @@ def plan_of(*words: str) -> Plan:
 # ---------------------------------------------------------------------------------------- by hand
 
 
+BY_HAND = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SIDE_FILE.parent)}
+
+
+def by_hand(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script without any installed package."""
+    command = [sys.executable, "-S", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=BY_HAND | environment)
+
+
 def test_by_hand_nothing_happens_and_nothing_is_loaded(tmp_path):
     script(tmp_path, "mine", steps=3, seconds=0)
     code = (
         "import runpy, sys; runpy.run_path(sys.argv[1])\n"
-        "print({'torch', 'psutil', 'compare.running'} & {*sys.modules})"
+        "print(*{n.split('.')[0] for n in sys.modules} - {*sys.stdlib_module_names})"
     )
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "mine.py")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    )
-    assert done.stdout == "the end\nset()\n", done.stderr
+    done = by_hand("-c", code, tmp_path / "mine.py")
+    end, loaded = done.stdout.splitlines()
+    assert end == "the end" and {*loaded.split()} == {"comparison_side", "__main__", "__mp_main__"}
+    assert [path.name for path in SIDE_FILE.parent.glob("[!_]*")] == [SIDE_FILE.name]
 
 
-def test_a_measured_script_loads_psutil_alone():
-    code = "import sys, compare.running.take_turns; print(*{n.split('.')[0] for n in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {*done.stdout.split()} - {*sys.stdlib_module_names}
-    assert {name for name in loaded if "_" not in name} == {"compare", "recipe", "psutil"}
+def test_earlier_scripts_import_the_same_side():
+    from compare import side
+
+    assert side.Side is Side
+
+
+def test_a_run_py_of_before_there_were_versions_is_told(tmp_path):
+    """It would fail at the first message."""
+    script(tmp_path, "mine")
+    done = by_hand(tmp_path / "mine.py", COMPARE_SCHEDULER="127.0.0.1:1 00 mine 5")
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(
+        rf"error: {SIDE_FILE} has version {VERSION} of .* measures has 1: .*\n", done.stderr
+    )
 
 
 def test_a_step_says_what_it_has_done_in_one_unit():
@@ -224,10 +238,34 @@ def test_equal_work_is_not_shown_without_digests_or_with_others(compare_scripts,
 
 
 def test_the_cpu_time_of_what_has_ended_stays_counted():
-    before = take_turns.cpu_seconds()
+    before = cpu_seconds()
     code = "import time\nwhile time.process_time() < 0.1: pass\nprint(time.process_time())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert take_turns.cpu_seconds() - before >= float(done.stdout)
+    assert cpu_seconds() - before >= float(done.stdout)
+
+
+def test_a_measured_script_needs_python_alone(compare_scripts, tmp_path):
+    """Its own PYTHONPATH stays, and it may have a copy of the file."""
+    for folder in ("lib", "copied"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "lib/own.py").write_text("")
+    shutil.copy(SIDE_FILE, tmp_path / "copied")
+    _, _, command = script(tmp_path, "mine", before="import own\n", flags=" -S").partition("=")
+    own = (f"one=PYTHONPATH=lib {command}", f"two=env PYTHONPATH=lib {command}")
+    code, told = compare_scripts(*own, script(tmp_path / "copied", "copied", flags=" -S"))
+    assert code == 0, told
+
+
+def test_a_copy_of_another_version_is_one_sentence(compare_scripts, tmp_path):
+    (tmp_path / "lib").mkdir()
+    copy, own = tmp_path / "lib/comparison_side.py", f"\nVERSION = {VERSION}\n"
+    assert own in SIDE_FILE.read_text()
+    copy.write_text(SIDE_FILE.read_text().replace(own, f"\nVERSION = {VERSION + 1}\n"))
+    good, bad = script(tmp_path, "good"), script(tmp_path / "lib", "bad")
+    code, told = compare_scripts(good, bad)
+    said = f"bad: {copy} has version {VERSION + 1} of .*, but this run.py has {VERSION}: .*"
+    assert code == 1 and re.search(f"a block of turns failed: {said}$", told, re.MULTILINE), told
+    assert "Traceback" not in told
 
 
 FORKS = """
@@ -250,7 +288,14 @@ if os.fork() and os.fork():
         ({"before": "exit('alas')\n"}, r"bad ended with exit code 1:\n  \| alas"),
         ({"before": "exit()\n"}, r"bad .* 0 of its ranks taking part: each rank must make"),
         ({"before": FORKS}, "bad: 2 of its processes take part, but its launcher's .* say 1"),
-        ({"before": "import sys\nsys.path[:] = []\nimport psutil\n"}, "bad ended .* no psutil"),
+        (
+            {"before": "import sys\nsys.path[:] = []\nimport time\n"},
+            "bad ended .* replaces the PYTHONPATH that run.py sets: add ",
+        ),
+        (
+            {"before": "from compare.side import Side\n", "flags": " -S"},
+            "bad ended .*write `from comparison_side import Side`",
+        ),
     ],
 )
 def test_a_mistake_is_one_message_that_names_the_side(second, message, compare_scripts, tmp_path):

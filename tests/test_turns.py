@@ -30,8 +30,10 @@ from compare.evidence.group import Group
 from compare.evidence.record import FILE, Record
 from compare.evidence.stopping import BlockCost, next_groups
 from compare.evidence.turns import Turn, quiet_load
+from compare.for_scripts import comparison_side
+from compare.for_scripts.comparison_side import DELAY, LEAD_IN_STEPS, VERSION, State, receive, send
+from compare.for_scripts.comparison_side import Client as SideClient
 from compare.plan import plan_file
-from compare.plan.blocks import DELAY
 from compare.plan.configurations import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
@@ -43,6 +45,7 @@ from compare.plan.plan import Case, OwnScript, Plan, Run, Words
 from compare.run import parse_options
 from compare.running import comparison, take_turns
 from compare.running import scheduler as scheduler_module
+from compare.running.allreduce_side import AllReduceClient
 from compare.running.checks import missing_for
 from compare.running.comparison import (
     check_same_plan,
@@ -60,7 +63,7 @@ from compare.running.scheduler import (
     make_turn,
     run_blocks,
 )
-from compare.running.take_turns import State, receive, send
+from compare.running.take_turns import TrainerClient
 from recipe import start
 from recipe.record.schema import PHASES
 from recipe.settings.flags import Config
@@ -224,43 +227,43 @@ def test_a_turns_clock_starts_behind_its_lead_in(
 ) -> None:
     """A known delay is a share of what the clock shows."""
     monkeypatch.setenv(DELAY, str(delay))
-    here, there = Pipe()
-    client = take_turns.Client(here, warm_up=3)
-    monkeypatch.setattr(client, "spent", dict)
-    client.is_warm = True
     watch = SimpleNamespace(now=0.0, process_time=time.process_time)
     watch.monotonic = lambda: watch.now
     watch.sleep = lambda seconds: setattr(watch, "now", watch.now + seconds)
-    monkeypatch.setattr(take_turns, "time", watch)
+    monkeypatch.setattr(comparison_side, "time", watch)
 
-    def steps(*seconds: float, **own: float) -> None:
-        for duration in seconds:
-            watch.now += duration
-            client.step_ended(**own)
+    def measured(kind: type[SideClient], **own: float) -> dict[str, float]:
+        """What a turn of two steps comes to that take 1 s and 2 s."""
+        here, there = Pipe()
+        client = kind(here, 3)
+        monkeypatch.setattr(client, "spent", dict)
+        client.is_warm = True
+        for _ in range(2):  # the warm-up and the turn
+            send(there, State.RUNNING, steps=2)
+            for seconds in (*[100.0] * LEAD_IN_STEPS, 1.0, 2.0):
+                watch.now += seconds
+                client.step_ended("bytes", 8.0, **own)
+        (state, warm_up), turn = receive(there), receive(there)
+        assert turn == (State.READY, warm_up) and state == State.READY
+        return warm_up
 
-    lead_in = [100.0] * take_turns.LEAD_IN_STEPS
-    for _ in range(2):
-        send(there, State.RUNNING, steps=2)
-        steps(*lead_in, 1.0, 2.0)
     wall = 3.0 * (1 + delay)
-    done = {"seconds": wall, "wall_seconds": wall, "images": 0.0, "unit": "images"}
-    assert [receive(there) for _ in range(2)] == [(State.READY, done)] * 2
-    # A side that times its own steps, as an all-reduce does.
-    send(there, State.RUNNING, steps=2)
-    steps(*lead_in, 1.0, 2.0, seconds=0.25)
-    assert receive(there) == (State.READY, done | {"seconds": 0.5})
+    done = {"seconds": wall, "wall_seconds": wall, "images": 16.0, "unit": "bytes"}
+    assert measured(SideClient) == done
+    # A side that times its own steps.
+    assert measured(AllReduceClient, seconds=0.25) == done | {"seconds": 0.5}
 
 
 def test_a_warm_up_may_be_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = Pipe()
-    client = take_turns.Client(here, warm_up=1)
+    client = TrainerClient(here, 1)
     monkeypatch.setattr(client, "spent", dict)
     clock = SimpleNamespace(ended=[], seconds=lambda laps: {"forward": 0.1})
     session = SimpleNamespace(
         progress=SimpleNamespace(samples_seen=8), meter=SimpleNamespace(clock=clock)
     )
     send(there, State.RUNNING, steps=2)
-    client.step_ended(session)
+    client.trained(session)
     state, measured = receive(there)
     assert state == State.READY and "phases" not in measured
 
@@ -270,7 +273,7 @@ def test_a_warm_up_may_be_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
 # A side that takes turns; after its first steps it says something.
 COUNTS = """
 import sys, time
-from compare.side import Side
+from comparison_side import Side
 side = Side()
 for step in range(10**9):
     time.sleep(0.01)
@@ -319,7 +322,7 @@ def test_sides_take_turns_and_leave_nothing(
 
 CASES = """
 import time
-from compare.side import Side
+from comparison_side import Side
 side, before = Side(), None
 for step in range(10**9):
     if side.case != before:
@@ -394,7 +397,7 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
-    hello = {"side": "x", "number": 0, "host": "a", "machine": "a", "cores": 2}
+    hello = {"side": "x", "version": VERSION, "host": "a", "machine": "a", "cores": 2}
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler, ThreadPoolExecutor(1) as pool:
         host, _, port = scheduler.address.rpartition(":")
         for key in (None, b"another", scheduler.key):
@@ -406,6 +409,22 @@ def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
                 send(who, State.STARTING, **hello)
                 accepted.result(60)
             assert bool(scheduler.ranks) == (key == scheduler.key)
+
+
+def test_a_rank_of_another_version_is_refused_and_named(tmp_path: Path) -> None:
+    """Also one that does not yet tell its version, nor its launcher's variables."""
+    first = {"side": "old", "number": 0, "size": 2, "host": "a", "machine": "a", "cores": 2}
+    later = {"side": "old", "version": VERSION + 1, "file": "lib/comparison_side.py", "else": []}
+    with Scheduler(tmp_path / "block-1", PLAN) as scheduler, ThreadPoolExecutor(1) as pool:
+        host, _, port = scheduler.address.rpartition(":")
+        for hello, version in ((first, 1), (later, VERSION + 1)):
+            accepted = pool.submit(scheduler.accept)
+            with Client((host, int(port)), authkey=scheduler.key) as who:
+                send(who, State.STARTING, **hello)
+                said = f"^old: .* has version {version} of .*, but this run.py has {VERSION}: "
+                with pytest.raises(MeasurementError, match=said):
+                    accepted.result(60)
+        assert scheduler.ranks == []
 
 
 def test_a_side_that_dies_while_it_is_paused_is_reported(tmp_path: Path) -> None:

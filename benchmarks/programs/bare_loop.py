@@ -15,8 +15,7 @@ import torchvision
 import tyro
 from torch import nn
 
-from compare.running.take_turns import synchronize
-from compare.side import Side
+from compare.for_scripts.comparison_side import Side, synchronize
 from recipe.device import keep_freed_memory
 
 

@@ -23,7 +23,7 @@ from torchvision import io, transforms
 from torchvision.transforms import v2
 from tyro.conf import Positional
 
-from compare.side import Side
+from compare.for_scripts.comparison_side import Side
 from recipe.data.image_folder import Listing, list_images
 from recipe.data.images import TrainTransform
 from recipe.data.loading import Images

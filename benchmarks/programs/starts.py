@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from compare.for_scripts.comparison_side import Side
 from compare.running.launch import last_step
-from compare.side import Side
 
 POLL_SECONDS = 0.005
 

@@ -24,7 +24,8 @@ from compare.evidence.paired import (
     Estimate,
     student_quantile,
 )
-from compare.plan.blocks import LEAD_IN_STEPS, ROUNDS
+from compare.for_scripts.comparison_side import LEAD_IN_STEPS
+from compare.plan.blocks import ROUNDS
 from compare.plan.plan import Plan, percentage
 
 MIN_BLOCKS_TO_STOP = 10  # that the width of an interval needs to end a measurement

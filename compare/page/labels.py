@@ -1,7 +1,7 @@
 """Names of configurations, by what their runs really used."""
 
 from compare.evidence.record import Record
-from compare.plan.blocks import DELAY
+from compare.for_scripts.comparison_side import DELAY
 from compare.plan.configurations import ENGINES
 
 # Settings that undo this project's own: with them an engine is stock (docs/README.md, Words).

@@ -7,12 +7,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ROUNDS = 8  # in each block of turns, where the plan fixes the number of blocks
-LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 RUN_MARK = "COMPARE_RUN"  # environment variable that every process of a run inherits
 # Environment variable: the name that the fork servers of a block, or of whole runs, share
 # (compare/running/forked_rank.py)
 FORK_SERVERS = "FORK_SERVERS"
-DELAY = "COMPARE_DELAY"  # environment variable: the known delay, as a share of a turn
 
 
 def shuffled(things: Iterable[T], *place: object) -> list[T]:

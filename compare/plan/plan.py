@@ -18,7 +18,8 @@ comparison (compare/run.py, plan_file.py). A plan file:
     [case.vgg16]                                  # cases are never compared with each other
     flags = "--arch vgg16"
 
-Instead of configurations, a plan can compare a user's own scripts, which call compare/side.py:
+Instead of configurations, a plan can compare a user's own scripts, which import
+compare/for_scripts/comparison_side.py:
 
     [side.mine]
     command = "torchrun --nproc-per-node 2 my_ddp.py {flags}"    # the plan's flags
@@ -41,7 +42,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from compare.plan.blocks import DELAY, balanced, side_by_side
+from compare.for_scripts.comparison_side import DELAY
+from compare.plan.blocks import balanced, side_by_side
 from compare.plan.configurations import (
     CONFIGURATIONS,
     DEFAULT_CONFIGURATIONS,
@@ -303,8 +305,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         flag(
             "compare scripts of your own instead of configurations: one --side for each script, "
             "with the command that starts its ranks, as in --side 'mine=torchrun --nproc-per-node "
-            "2 my_ddp.py'. The scripts call compare/side.py; {flags} in a command stands for the "
-            "flags after the --",
+            "2 my_ddp.py'. The scripts import comparison_side.py (docs/ab-tests.md); {flags} in a "
+            "command stands for the flags after the --",
             "'NAME=[VARIABLE=VALUE ...] command'",
             identifies=True,
         ),

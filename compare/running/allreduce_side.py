@@ -9,13 +9,35 @@ of comparisons. It takes part before anything large is loaded, like a trainer (t
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
-from compare.running import take_turns
+from compare.for_scripts.comparison_side import Client, join
+
+
+class AllReduceClient(Client):
+    """An all-reduce's turns. Only a step's own seconds count: what it does between two sums is no
+    part of them. The record names the transport."""
+
+    timed, transport = 0.0, ""
+
+    def step_ended(self, unit: str, amount: float, seconds: float = 0.0) -> None:
+        self.timed += seconds
+        super().step_ended(unit, amount)
+
+    def begin(self) -> None:
+        self.timed = 0.0
+        super().begin()
+
+    def measured(self) -> dict[str, Any]:
+        values = super().measured() | {"seconds": self.timed}
+        if "facts" in values:
+            values["facts"]["transport"] = self.transport
+        return values
 
 
 def main() -> None:
     """Load the script, and sum what the turns ask for."""
-    client = take_turns.join()
+    client = AllReduceClient(*join())
     script = Path(sys.argv.pop(1)).resolve()
     sys.path[0] = str(script.parents[1])
     module = importlib.import_module(f"{script.parent.name}.{script.stem}")

@@ -15,18 +15,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from compare.for_scripts.comparison_side import busy_cpu_seconds
 from compare.plan.blocks import FORK_SERVERS, RUN_MARK
 from compare.plan.environment import path_from_here, run_environment
 from compare.plan.launchers import has_daemons, pass_on
 from compare.plan.plan import Outcome, Run, Status
-from compare.running.take_turns import busy_cpu_seconds, send_signal
 from recipe.errors import UserError
 from recipe.record.schema import rate_text
 from recipe.settings.variables import RANK_START
@@ -191,6 +191,13 @@ def kill_marked(mark: str) -> None:
             return
         send_signal(processes, signal.SIGKILL)
         psutil.wait_procs(processes, timeout=1.0)
+
+
+def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to processes, skipping those that have ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
 
 
 def marked_processes(mark: str, *variables: str) -> list[psutil.Process]:

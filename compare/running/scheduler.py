@@ -13,7 +13,7 @@ that did not count, with each trainer's own counts. A block's ratio of two sides
 their total throughputs: all images over all seconds. The unit of evidence is the block, because
 whatever chance decides at a launch (how pages and threads are placed) holds for all its turns.
 compare/evidence/paired.py makes the estimate and the interval from the blocks' ratios.
-take_turns.py is the part beside and inside each rank.
+compare/for_scripts/comparison_side.py is the part beside and inside each rank.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import struct
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
@@ -41,8 +41,19 @@ from compare.evidence.record import BlockLine, SideLine
 from compare.evidence.runs import NO_SETTINGS
 from compare.evidence.stopping import BlockCost
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
-from compare.plan.blocks import LEAD_IN_STEPS, RUN_MARK
-from compare.plan.environment import ROOT, path_from_here
+from compare.for_scripts import comparison_side
+from compare.for_scripts.comparison_side import (
+    LEAD_IN_STEPS,
+    SCHEDULER,
+    UNREACHABLE,
+    VERSION,
+    VERSIONED,
+    State,
+    receive,
+    send,
+)
+from compare.plan.blocks import RUN_MARK
+from compare.plan.environment import path_from_here
 from compare.plan.launchers import START_COMMANDS, has_daemons, pass_on
 from compare.plan.plan import SIDE_RUN, Plan, Run
 from compare.running.checks import visible_gpus
@@ -54,24 +65,20 @@ from compare.running.launch import (
     forking,
     shown_tail,
 )
-from compare.running.take_turns import (
-    SCHEDULER,
-    UNREACHABLE,
-    WITHOUT_TIMEOUTS,
-    State,
-    receive,
-    send,
-)
+from compare.running.take_turns import WITHOUT_TIMEOUTS
 from recipe.errors import UserError
 from recipe.files import replace_file
+from recipe.world import place_variables, read_world
 
 TAKE_TURNS = "compare/running/take_turns.py"
+SIDE_FILE = Path(comparison_side.__file__)  # alone in its folder, which scripts get on PYTHONPATH
 END_SECONDS = 10.0
 HELLO_SECONDS = 5  # for a new connection to identify itself
 NO_ROOM = (
     " (the sides do not fit into the GPU's memory together: give --measure runs, which starts one "
     "after the other)"
 )
+IMPORT = " (write `from comparison_side import Side`, which needs nothing installed)"
 # Texts in the output of a failed side, and the hint for the user. The first match counts.
 HINTS_BY_OUTPUT = {
     UNREACHABLE: " (that host does not reach this one)",
@@ -84,9 +91,10 @@ HINTS_BY_OUTPUT = {
     "Failed to CUDA": NO_ROOM,  # NCCL: malloc, calloc, calloc async, host alloc
     "unhandled cuda error": NO_ROOM,  # all that Horovod learns from NCCL
     "bytes on device": NO_ROOM,  # DALI
-    "No module named 'psutil'": " (its Python has no psutil: `pip install psutil` there)",
-    "No module named 'compare'": f" (its Python does not find {ROOT}: add it to PYTHONPATH there)",
-    "'compare' is not a package": " (it has its own module compare.py: rename that)",
+    "No module named 'comparison_side'": " (something in it replaces the PYTHONPATH that run.py "
+    f"sets: add {SIDE_FILE.parent} there, or copy {SIDE_FILE.name} into the script's folder)",
+    "No module named 'compare'": IMPORT,
+    "'compare' is not a package": IMPORT,
 }
 # The target length of a turn without its lead-in, where the plan does not fix its steps: the more
 # often sides change, the more evenly disturbances hit them. On a slow machine a turn takes longer:
@@ -194,6 +202,7 @@ class Rank:
     state: State = State.STARTING
     measured: dict[str, Any] = field(default_factory=dict)
     size: int = 1  # the world size, according to its launcher
+    launcher: str = "none"  # by its variables
 
 
 class Scheduler(Launches):
@@ -418,7 +427,13 @@ class Scheduler(Launches):
             side = self.sides[rank.side]
             if side.is_script and "facts" in rank.measured and rank.side not in by_side:
                 hosts = [own.host for own in sorted(self.of(side), key=lambda own: own.number)]
-                world = {"world_size": len(hosts), "rank_hosts": hosts, "hosts": sorted({*hosts})}
+                world = {
+                    "launcher": rank.launcher,
+                    "world_size": len(hosts),
+                    "local_size": hosts.count(rank.host),
+                    "rank_hosts": hosts,
+                    "hosts": sorted({*hosts}),
+                }
                 by_side[rank.side] = rank.measured["facts"] | world
         return by_side
 
@@ -458,7 +473,7 @@ class Scheduler(Launches):
             answer_challenge(connection, self.key)
             state, values = receive(connection)
             if state is State.STARTING:
-                self.ranks.append(Rank(connection=connection, **values))
+                self.ranks.append(rank_of(connection, **values))
         for side in self.sides.values():
             if len(self.of(side)) > self.ranks_of(side) >= 0:
                 raise MeasurementError(
@@ -495,6 +510,36 @@ class Scheduler(Launches):
         """Return the end of a side's output, and the path of all of it."""
         place = side / SIDE_RUN.parent
         return shown_tail(self.folder / place, kept=self.aside / place)
+
+
+def rank_of(
+    connection: Connection,
+    side: str,
+    version: int = 1,  # which did not say it
+    file: str = "",
+    place: Mapping[str, str] | None = None,
+    ranks: int | None = None,
+    **values: Any,
+) -> Rank:
+    """Return the rank that has sent its identity: its launcher's variables, and the number of ranks
+    if the script gives it. MeasurementError if the rank speaks another version of the protocol."""
+    if version != VERSION:
+        old = "an older checkout, or a copy of its files"
+        raise MeasurementError(
+            f"{side}: {file or old} has version {version} of the protocol of turns, but this "
+            f"run.py has {VERSION}: let the script import {SIDE_FILE}, or copy that file; "
+            f"an older checkout of this project needs the folder {SIDE_FILE.parent.name} and "
+            f"{Path(TAKE_TURNS).name} of this one"
+        )
+    world = read_world(place or {})
+    return Rank(
+        side,
+        number=world.rank,
+        size=ranks or world.size,
+        launcher=world.launcher,
+        connection=connection,
+        **values,
+    )
 
 
 def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:
@@ -540,15 +585,25 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     forked, variables = forking(side, "" if side.is_script else launches.mark, default="exec")
     through = [*forked, path_from_here(TAKE_TURNS)]
     command = side.command(folder.resolve(), SIDE_RUN.name, through)
-    variables |= {SCHEDULER: who}
+    variables |= {SCHEDULER: who, VERSIONED: f"{VERSION} {','.join(place_variables())}"}
     for launcher in START_COMMANDS.values():
         variables |= launcher.sharing
     if side.is_script:
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-        variables |= {"PYTHONPATH": path, **WITHOUT_TIMEOUTS}
+        variables |= {"PYTHONPATH": with_side_file(os.environ.get("PYTHONPATH", ""))}
+        variables |= WITHOUT_TIMEOUTS
+        own = "PYTHONPATH="  # the side's, in words of env, or of mpirun's -x
+        command = [
+            own + with_side_file(word.removeprefix(own)) if word.startswith(own) else word
+            for word in command
+        ]
     if is_over_hosts(side):
         command = pass_on(command, [RUN_MARK, *variables])
     return launches.launch(command, folder, variables)
+
+
+def with_side_file(path: str) -> str:
+    """Return a value of PYTHONPATH with the folder of what scripts import added at its end."""
+    return os.pathsep.join(filter(None, [path, str(SIDE_FILE.parent)]))
 
 
 def make_turn(

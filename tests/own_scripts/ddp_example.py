@@ -4,11 +4,10 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from comparison_side import Side
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-from compare.side import Side
 
 
 class FakeData(Dataset):

@@ -5,11 +5,10 @@ import argparse
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
+from comparison_side import Side
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-from compare.side import Side
 
 parser = argparse.ArgumentParser(description="Example")
 parser.add_argument("--batch-size", type=int, default=8)

@@ -1,0 +1,496 @@
+"""Make a training script a side of a comparison: one import, and one call per step.
+
+    from comparison_side import Side
+
+    side = Side()
+    for images, labels in batches:
+        ...                            # a step, with any library
+        side.step(images=len(images))  # at its end: the work of this rank
+
+    python compare/run.py --side mine="torchrun --nproc-per-node 2 my_ddp.py" \\
+                          --side theirs="horovodrun -np 2 python my_horovod.py"
+
+In a comparison `step` waits while other sides have their turns, and ends the process when the
+measurement is over. The script must keep training until then, for example for a million epochs.
+Started by hand, the script runs as before: `step` returns at once.
+
+This file needs nothing but Python, and is alone in its folder, which run.py puts on the PYTHONPATH
+of scripts. A copy of it in your own project works as well, as long as its VERSION is run.py's.
+
+How it works: each rank has an agent on its host, a small process that holds the connection to the
+scheduler (compare/running/scheduler.py), pauses and continues the rank with all processes that it
+has started (SIGSTOP, SIGCONT), and passes on messages in both directions. Launchers are never
+paused: they only wait. The rank forks its agent before it loads anything large. If the scheduler or
+its host is gone, the agent ends the rank; if the agent is gone, a rank that is not paused ends
+itself.
+
+A message is a `State` with values, as JSON: one message of multiprocessing.connection, never
+pickled. The scheduler sends the state that a rank must take:
+
+    RUNNING   make a turn of `steps` steps of `case`; for this project's trainers also `exchange`:
+              with exchange of gradients; `digest`: report a digest of the weights at the end
+    PAUSED    stop
+    ENDED     end
+
+The agent sends the state that the rank is in: STARTING, with its identity; READY after the warm-up
+and after each turn, with its measurements; PAUSED; ENDED.
+"""
+
+import enum
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Connection,
+    Pipe,
+    answer_challenge,
+    deliver_challenge,
+    wait,
+)
+from typing import Any, NamedTuple
+
+# Of what scheduler and ranks say to each other. Raise it when an older side would misunderstand.
+# Whatever changes, each version must be able to tell the other's: so the form of SCHEDULER stays,
+# that of VERSIONED begins with the version, and a rank's first message has `side` and `version`.
+VERSION = 2
+# Environment variable: where the scheduler listens, the name of the side, and the number of warm-up
+# steps, as ADDRESS,ADDRESS:PORT KEY SIDE STEPS
+SCHEDULER = "COMPARE_SCHEDULER"
+# Environment variable: the scheduler's VERSION, and the names of the variables by which launchers
+# give ranks their places, as VERSION NAME,NAME. Version 1 had none.
+VERSIONED = "COMPARE_PROTOCOL"
+DELAY = "COMPARE_DELAY"  # environment variable: the known delay, as a share of a turn
+LEAD_IN_STEPS = 1  # of each turn, before its clock starts
+UNREACHABLE = "the scheduler of turns cannot be reached"  # the scheduler looks for this text
+CONNECT_SECONDS = 5.0  # time-out for each address
+RANK_END_SECONDS = 3.0  # given to a rank to end by itself
+POLL_SECONDS = 0.02  # between two looks whether it has
+MOST_BYTES = 1 << 16  # of a message
+BOOT_ID = "/proc/sys/kernel/random/boot_id"  # hosts that share a kernel share its cores, too
+# Positions in /proc/PID/stat behind the name: state, parent, CPU times, the start since boot
+STATE, PARENT, USER, SYSTEM, BEGAN = 0, 1, 11, 12, 19
+# The packages whose versions a script's record holds, if the script has loaded them.
+FRAMEWORKS = (
+    "torch",
+    "torchvision",
+    "horovod",
+    "mpi4py",
+    "tensorflow",
+    "jax",
+    "deepspeed",
+    "lightning",
+)
+# Buffers of BatchNorm: each rank has its own, from its own batches.
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+Weights = Callable[[], Mapping[str, Any]]  # returns arrays or tensors by name
+
+
+class Side:
+    """Reports the steps of one rank of the script while a comparison runs.
+
+    Args:
+        weights: Returns the trained arrays or tensors by name, as `model.state_dict` does. Called
+            once, after the first steps: equal digests show that two scripts do equal work. All
+            ranks must have the same values, except for BatchNorm's running statistics.
+        ranks: The script's total number of ranks. By default the launcher's variables give it; give
+            it here if the script starts its own ranks.
+    """
+
+    def __init__(self, weights: Weights | None = None, ranks: int | None = None) -> None:
+        self._client = Client(*join(ranks), weights) if SCHEDULER in os.environ else None
+
+    @property
+    def case(self) -> str:
+        """The case of the next step, by its name in the plan: one launch measures all cases, and
+        changes between them. "" in a plan without cases, in the first steps, and by hand."""
+        return self._client.case if self._client is not None else ""
+
+    def step(self, **done: float) -> None:
+        """Report the end of a step and this rank's work in it, such as `images=64` or
+        `tokens=8192`; speeds have the same unit. torch's work on a GPU is waited for; with another
+        library, the script must do so before the call."""
+        if len(done) != 1:
+            raise TypeError("give the work of this step in one unit, as in step(images=64)")
+        if self._client is not None:
+            ((unit, amount),) = done.items()
+            self._client.step_ended(unit, float(amount))
+
+
+# -- Messages --------------------------------------------------------------------------------------
+
+
+class State(enum.Enum):
+    """What a rank does."""
+
+    STARTING = "starting"  # until the end of its warm-up
+    READY = "ready"  # waits for a turn; some of its threads may poll
+    RUNNING = "running"  # makes a turn
+    PAUSED = "paused"
+    ENDED = "ended"
+
+
+def send(connection: Connection, state: State, **values: Any) -> None:
+    """Send a message. Errors are ignored: if the other end is gone, `receive` returns ENDED."""
+    with suppress(OSError):
+        connection.send_bytes(json.dumps({"state": state.value, **values}).encode())
+
+
+def receive(connection: Connection) -> tuple[State, dict[str, Any]]:
+    """Wait for the next message; return its state and values, or ENDED if the other end is gone."""
+    try:
+        values = json.loads(connection.recv_bytes(MOST_BYTES))
+    except (EOFError, OSError):
+        return State.ENDED, {}
+    return State(values.pop("state")), values
+
+
+# -- The agent of a rank ---------------------------------------------------------------------------
+
+
+def join(ranks: int | None = None) -> tuple[Connection, int]:
+    """Take part in the comparison that `SCHEDULER` names, as one of `ranks` ranks (None: as many as
+    the launcher's variables say). Return the connection to this rank's agent, and the number of
+    warm-up steps. Processes that this one starts take no part: the variables are removed."""
+    addresses, key, side, warm_up = os.environ.pop(SCHEDULER).split()
+    version, _, names = os.environ.pop(VERSIONED, "1").partition(" ")
+    if version == "1":  # it would fail at the first message; later ones say what is wrong
+        sys.exit(
+            f"error: {__file__} has version {VERSION} of the protocol of turns, and the run.py "
+            f"that measures has {version}: measure with the run.py that has come with this "
+            "file, or import what that run.py has come with"
+        )
+    agent = start_agent(
+        connect(addresses, key),
+        side=side,
+        version=VERSION,
+        file=__file__,
+        place={name: os.environ[name] for name in names.split(",") if name in os.environ},
+        ranks=ranks,
+        host=socket.gethostname(),
+        machine=read(BOOT_ID),
+        cores=os.cpu_count() or 1,
+    )
+    return agent, int(warm_up)
+
+
+def connect(addresses: str, key: str) -> Connection:
+    """Return the connection to the scheduler, at the first address of `ADDRESS,ADDRESS:PORT` that
+    answers and knows the key. End this process if none does."""
+    hosts, _, port = addresses.rpartition(":")
+    options = (  # to notice within about a minute that a host has vanished
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    )
+    problems = []
+    for host in hosts.split(","):
+        try:
+            made = socket.create_connection((host, int(port)), CONNECT_SECONDS)
+            made.settimeout(None)
+            for option in options:
+                made.setsockopt(*option)
+            connection = Connection(made.detach())
+            answer_challenge(connection, bytes.fromhex(key))
+            deliver_challenge(connection, bytes.fromhex(key))
+            return connection
+        except (OSError, EOFError, AuthenticationError) as error:
+            problems.append(f"{host}: {error or type(error).__name__}")
+    sys.exit(f"{socket.gethostname()}: {UNREACHABLE} at port {port} ({'; '.join(problems)})")
+
+
+def start_agent(scheduler: Connection, **who: Any) -> Connection:
+    """Fork this process's agent and return the connection to it. The agent sends the scheduler
+    `who`: the rank's identity."""
+    here, there = Pipe()
+    rank = Process.of(os.getpid())
+    with warnings.catch_warnings():
+        # Python warns if a process with threads forks. The agent uses no lock that they may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()  # leave the process group that launchers send signals to
+            keep_open(scheduler.fileno(), there.fileno())
+            send(scheduler, State.STARTING, **who)
+            serve(scheduler, there, rank)
+        finally:
+            os._exit(0)
+    scheduler.close()
+    there.close()
+    return here
+
+
+def keep_open(*descriptors: int) -> None:
+    """Close all open files of this process but these. They are copies of the rank's, and the rank's
+    peers and launcher wait until every copy is closed."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for output in range(3):
+        os.dup2(nowhere, output)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in descriptors:
+            with suppress(OSError):
+                os.close(int(name))
+
+
+def serve(scheduler: Connection, client: Connection, rank: "Process") -> None:
+    """Be the agent until the rank or the scheduler has ended, then kill the rank."""
+    tree, busy, began = [rank], 0.0, 0.0
+    try:
+        while True:
+            for sender in wait([client, scheduler]):
+                state, values = receive(sender)  # type: ignore[arg-type]
+                if state is State.ENDED:
+                    tree = tree_of(rank) or tree
+                    send_signal(tree, signal.SIGCONT)
+                    send(client, State.ENDED)
+                    deadline = time.monotonic() + RANK_END_SECONDS
+                    while rank.is_alive() and time.monotonic() < deadline:
+                        time.sleep(POLL_SECONDS)  # let it end by itself
+                    return
+                if sender is client:
+                    values["busy"] -= busy
+                    values["window"] = values.pop("until") - began
+                    send(scheduler, state, **values)
+                elif state is State.PAUSED:
+                    tree = pause(rank)
+                    send(scheduler, State.PAUSED)
+                else:
+                    busy, began = busy_cpu_seconds(), time.monotonic()
+                    send_signal(tree, signal.SIGCONT)
+                    send(client, state, **values)
+    finally:
+        send_signal(tree, signal.SIGKILL)
+
+
+def pause(rank: "Process") -> list["Process"]:
+    """Stop a rank and all its descendants, and return them. Repeats until there are no new ones,
+    since one of them may just have started another."""
+    stopped: list[Process] = []
+    while new := [process for process in tree_of(rank) if process not in stopped]:
+        send_signal(new, signal.SIGSTOP)
+        stopped += new
+    return stopped
+
+
+# -- Processes and CPU time, from /proc ------------------------------------------------------------
+
+
+class Process(NamedTuple):
+    """A process: its number, and when it began, since a later one may have the same number."""
+
+    pid: int
+    began: str  # in ticks since the machine's start
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        return cls(pid, stat_of(pid)[BEGAN])
+
+    @property
+    def stat(self) -> list[str]:
+        """The fields of its `stat`; [] if it is gone."""
+        fields = stat_of(self.pid)
+        return fields if fields and fields[BEGAN] == self.began else []
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended, even if nobody has waited for it yet."""
+        return self.stat[:1] not in ([], ["Z"], ["X"])
+
+
+def read(path: str) -> str:
+    with open(path, errors="replace") as file:
+        return file.read()
+
+
+def stat_of(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name; [] if there is no such process."""
+    with suppress(OSError):
+        return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return []
+
+
+def tree_of(process: Process) -> list[Process]:
+    """Return a process and all its descendants without this process; [] if it has ended."""
+    if not process.stat:
+        return []
+    children: dict[int, list[Process]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (fields := stat_of(name)):
+            own = Process(int(name), fields[BEGAN])
+            children.setdefault(int(fields[PARENT]), []).append(own)
+    tree = [process]
+    for one in tree:  # which grows
+        tree += children.get(one.pid, [])
+    return [one for one in tree if one.pid != os.getpid()]
+
+
+def send_signal(processes: Iterable[Process], number: signal.Signals) -> None:
+    """Send a signal to processes, skipping those that have ended."""
+    for process in processes:
+        if process.stat:
+            with suppress(OSError):
+                os.kill(process.pid, number)
+
+
+def busy_cpu_seconds() -> float:
+    """Return this machine's busy CPU time since it started, in core-seconds.
+
+    Time that a hypervisor gave to other guests ("steal") counts: those cores were not available.
+    The time of this machine's own guests counts once: Linux includes it in `user`.
+    """
+    words = read("/proc/stat").partition("\n")[0].split()
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, words[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds() -> float:
+    """Return the user and system CPU time, in s, of this process and all its descendants so far."""
+    import resource  # which Windows lacks, where a script may run by hand
+
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # children that were waited for
+    # process_time() has a resolution of nanoseconds, /proc of hundredths of a second.
+    own = time.process_time() + ended.ru_utime + ended.ru_stime
+    fields = [child.stat for child in tree_of(Process.of(os.getpid()))]
+    ticks = sum(int(of_child[USER]) + int(of_child[SYSTEM]) for of_child in fields if of_child)
+    return own + ticks / os.sysconf("SC_CLK_TCK")
+
+
+# -- A rank's turns --------------------------------------------------------------------------------
+
+
+class Client:
+    """One rank's turns: a turn is a lead-in step and then `steps` timed steps.
+
+    The lead-in is there because the first step of a turn differs from the others: all ranks begin
+    it at once, and the caches hold another side's data. The warm-up ends as a turn does.
+
+    `weights` returns those of a script. Their digest is reported only once, after the warm-up, when
+    all sides have made the same number of steps. `case` is that of the turn, for scripts that
+    measure several in one launch; "" during the warm-up.
+    """
+
+    def __init__(self, agent: Connection, warm_up: int, weights: Weights | None = None) -> None:
+        self.agent, self.steps, self.case = agent, warm_up - LEAD_IN_STEPS, ""
+        self.weights, self.is_warm = weights, False
+        self.unit, self.amount, self.done, self.began = "", 0.0, 0, 0.0
+        self.before, self.delay = cpu_seconds(), float(os.environ.get(DELAY, 0))
+
+    def step_ended(self, unit: str, amount: float) -> None:
+        """Count a step, and the work of this rank in it; at the end of a turn report it and wait
+        for the next turn."""
+        self.done += 1
+        self.unit, self.amount = unit, self.amount + amount
+        if self.done == LEAD_IN_STEPS + self.steps:
+            synchronize()
+            # Once per turn: sleeps overrun, and after each single step a GPU would still be busy.
+            time.sleep(self.delay * (time.monotonic() - self.began))
+            seconds = time.monotonic() - self.began
+            times = {"seconds": seconds, "wall_seconds": seconds} | self.spent()
+            send(self.agent, State.READY, **times | self.measured())
+            self.wait()
+        elif self.done == LEAD_IN_STEPS:
+            synchronize()
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the turn's clock: the lead-in has ended."""
+        self.amount, self.began = 0.0, time.monotonic()
+
+    def spent(self) -> dict[str, float]:
+        """Return this rank's CPU time since the turn began, the time now, and the whole machine's
+        busy CPU time. The last two are read first: the walk through all processes would otherwise
+        count as load of other processes."""
+        now, busy = time.monotonic(), busy_cpu_seconds()
+        return {"cpu_seconds": cpu_seconds() - self.before, "until": now, "busy": busy}
+
+    def measured(self) -> dict[str, Any]:
+        """Return the work of the turn in its unit. After the warm-up come the facts about the
+        environment, and the digest of a script's weights."""
+        values: dict[str, Any] = {"images": self.amount, "unit": self.unit}
+        if not self.is_warm:
+            values["facts"] = facts()
+            if self.weights is not None:
+                values["weights"] = digest_of(self.weights())
+        self.is_warm = True
+        return values
+
+    def wait(self) -> None:
+        """Wait for the next turn; end the process if there is none."""
+        state, values = receive(self.agent)
+        if state is State.ENDED:  # a normal end would evaluate and write a checkpoint
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(0)
+        for name, value in values.items():  # steps, case; exchange and digest of trainers
+            setattr(self, name, value)
+        self.done, self.before = 0, cpu_seconds()
+
+
+def synchronize() -> None:
+    """Wait until the GPU, if there is one, has finished its work."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def digest_of(weights: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of arrays or tensors, in the order of their names. The prefix "module." of
+    a wrapper and BatchNorm's running statistics are left out. ValueError if there are none."""
+    if not weights:
+        raise ValueError("Side(weights=...) returned no weights: give model.state_dict, as it is")
+    digest = sha256()
+    for name, value in sorted(weights.items()):
+        if name.endswith(RUNNING_STATISTICS):
+            continue
+        shape, kind = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        digest.update(f"{name.removeprefix('module.')} {shape} {kind}\0".encode())
+        if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+            flat = value.detach().cpu().contiguous().flatten()
+            value = flat.view(sys.modules["torch"].uint8).numpy()  # numpy has no bfloat16
+        digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+# -- The script's environment ----------------------------------------------------------------------
+
+
+def facts() -> dict[str, Any]:
+    """Return the environment of this script's rank, under the names of environment.json. The
+    scheduler adds its place among the ranks."""
+    torch = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_initialized()
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in FRAMEWORKS}
+    named = re.search("^model name.*?: *(.*)", read("/proc/cpuinfo"), re.MULTILINE)
+    cpu = named[1].strip() if named else platform.machine()
+    versions = [f"{name} {version}" for name, version in loaded.items() if version]
+    return {
+        "engine": "script",
+        "version": ", ".join(versions),
+        "transport": "",
+        "device": "cuda" if on_gpu else "cpu",
+        "device_name": torch.cuda.get_device_name() if torch and on_gpu else cpu,
+        "cpu_model": cpu,
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads() if torch else 0,
+        "python": platform.python_version(),
+        "torch": loaded["torch"] or "",
+        "torchvision": loaded["torchvision"] or "",
+        "horovod": loaded["horovod"],
+        "mpi": None,
+        "cuda": torch.version.cuda if torch and on_gpu else None,
+        "kernel": platform.release(),
+        "command": sys.argv,
+        "started_utc": "",
+        "git_commit": None,
+    }
