@@ -344,5 +344,6 @@ def test_examples_of_ddp_and_of_horovod_are_compared(tmp_path):
 
 @pytest.mark.launch
 def test_an_example_trains_by_hand_as_well():
-    finished = launch("torchrun", f"{SCRIPTS}/ddp_example.py", "--epochs 1", warm=True).checked()
-    assert "trained for 1 epochs" in finished.output
+    path = {"PYTHONPATH": str(SIDE_FILE.parent)}
+    finished = launch("torchrun", f"{SCRIPTS}/ddp_example.py", "--epochs 1", warm=True, **path)
+    assert "trained for 1 epochs" in finished.checked().output
