@@ -16,6 +16,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 PACKAGES = "sudo bash tools/debian_packages.sh"
 HOROVOD = "needs Horovod: make setup WITHOUT_HOROVOD=0"
+GIT = "needs a checkout by git: git clone"
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")

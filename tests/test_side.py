@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import needs
@@ -18,7 +19,15 @@ from torch import nn
 from compare import report
 from compare import run as run_command
 from compare.evidence.record import read_comparison
-from compare.for_scripts.comparison_side import VERSION, Side, cpu_seconds, digest_of
+from compare.for_scripts.comparison_side import (
+    VERSION,
+    Side,
+    WorkTree,
+    cpu_seconds,
+    digest_of,
+    own_modules,
+    work_tree_of,
+)
 from compare.plan.environment import ROOT
 from compare.plan.plan import Plan
 from compare.plan.plan_file import plan_table
@@ -266,6 +275,126 @@ def test_a_copy_of_another_version_is_one_sentence(compare_scripts, tmp_path):
     said = f"bad: {copy} has version {VERSION + 1} of .*, but this run.py has {VERSION}: .*"
     assert code == 1 and re.search(f"a block of turns failed: {said}$", told, re.MULTILINE), told
     assert "Traceback" not in told
+
+
+# ---------------------------------------------------------------- which code a script has run
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=x", "-c", "user.email=x@x.invalid")
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_work_trees_of_a_repository_are_known_by_files_alone(tmp_path):
+    (tmp_path / "main").mkdir()
+    git(tmp_path / "main", "init", "--quiet")
+    git(tmp_path / "main", "commit", "--quiet", "--allow-empty", "-m", "one")
+    git(tmp_path / "main", "worktree", "add", "--quiet", "../old")
+    git(tmp_path, "clone", "--quiet", "main", "main/clone")
+    (tmp_path / "old/deep").mkdir()
+    main, old, clone = (
+        work_tree_of(str(tmp_path / name)) for name in ("main", "old/deep", "main/clone")
+    )
+    assert main == WorkTree(str(tmp_path / "main"), str(tmp_path / "main/.git"))
+    assert old == WorkTree(str(tmp_path / "old"), main.repository)
+    assert clone.root != main.root and clone.repository != main.repository
+    assert work_tree_of(str(tmp_path)) is None
+
+
+def test_what_is_installed_is_no_part_of_a_scripts_code():
+    """Also if the environment is in the script's work tree, as .venv is here."""
+    modules = own_modules(str(ROOT))
+    files = {file for file in modules.values() if file.startswith(f"{ROOT}/")}
+    assert {modules["recipe.errors"], modules[__name__]} <= files
+    folders = {Path(file).relative_to(ROOT).parts[0] for file in files}
+    assert {"compare", "recipe", "tests"} <= folders and ".venv" not in folders
+    assert "torch" not in modules and "json" not in modules
+
+
+@pytest.fixture
+def two_commits(tmp_path):
+    """A repository of a script and of a package, in two work trees; returns their commands."""
+    main, commands = tmp_path / "main", {}
+    (main / "src/lib").mkdir(parents=True)
+    (main / "src/lib/__init__.py").touch()
+    (main / "src/lib/speed.py").write_text("SECONDS = 0.002\n")
+    script(main, "train", before="from lib import speed\n")
+    git(main, "init", "--quiet")
+    git(main, "add", ".")
+    for name in ("old", "new"):
+        git(main, "commit", "--quiet", "--allow-empty", "-m", name)
+        git(main, "worktree", "add", "--quiet", "--detach", f"../{name}")
+        commands[name] = f"{sys.executable} {tmp_path}/{name}/train.py"
+    return commands
+
+
+def test_two_sides_that_would_run_one_commits_package_are_refused(
+    two_commits, compare_scripts, tmp_path, monkeypatch
+):
+    """As if it was installed from there by pip install -e. Either side may ask for it by its own
+    PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "new/src"))
+    old, new = two_commits["old"], two_commits["new"]
+    code, told = compare_scripts(f"old={old}", f"new={new}")
+    assert code == 1
+    assert f"failed: old imports lib from {tmp_path}/new/src, another work tree" in told
+    assert f": set PYTHONPATH={tmp_path}/old/src for it, or " in told
+    old = f"PYTHONPATH={tmp_path}/new/src {old}"
+    code, told = compare_scripts(f"old={old}", f"new={new}", more=("--out", "asked"))
+    assert code == 0, told
+
+
+def test_the_record_tells_the_code_of_each_side(two_commits, compare_scripts, tmp_path, capsys):
+    sides = [f"{n}=PYTHONPATH={tmp_path}/{n}/src {command}" for n, command in two_commits.items()]
+    (tmp_path / "new/README").write_text("not yet committed")
+    git(tmp_path / "new", "add", "README")
+    assert compare_scripts(*sides)[0] == 0
+    sides_there = read_comparison(tmp_path / "out").sides
+    found = {side.configuration: side.environment for side in sides_there}
+    for name, environment in found.items():
+        commit = git(tmp_path / name, "rev-parse", "--short=12", "HEAD")
+        assert environment.git_commit == commit + {"old": "", "new": "+"}[name]
+        assert environment.interpreter == sys.executable
+        path = tmp_path / name / "train.py"
+        assert environment.script == str(path)
+        assert environment.script_sha256 == sha256(path.read_bytes()).hexdigest()
+    assert found["old"].code_sha256 == found["new"].code_sha256
+    assert report.main(["out"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "old and new ran the same code, though their commits differ" in shown
+    differ = shown.partition("They differ in ")[2].partition(". ")[0]
+    assert differ.startswith("git_commit: ") and "script" not in differ
+    (tmp_path / "new/src/lib/speed.py").write_text("SECONDS = 0.003\n")
+    assert compare_scripts(*sides, blocks=3)[0] == 0
+    assert report.main(["out"]) == 0
+    shown = capsys.readouterr().out
+    assert "No verdict on old and new" in shown and "code_sha256 changed between blocks: " in shown
+    assert "ran the same code" not in shown
+
+
+def test_this_project_installed_from_one_checkout_is_not_another(compare_scripts, tmp_path):
+    """pip install -e has put it into the environment of these tests."""
+    try:
+        git(ROOT, "worktree", "add", "--quiet", "--detach", str(tmp_path / "old"))
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(needs.GIT)
+    try:
+        here, old = (
+            script(folder, name, before="import recipe.errors\n")
+            for folder, name in ((tmp_path, "here"), (tmp_path / "old/tests", "old"))
+        )
+        code, told = compare_scripts(here, old)
+        assert code == 1 and f"old imports recipe from {ROOT}, another work tree of its" in told
+        name, _, command = old.partition("=")
+        old = f"{name}=PYTHONPATH={tmp_path}/old {command}"
+        code, told = compare_scripts(here, old, more=("--out", "asked"))
+        assert code == 0, told
+    finally:
+        git(ROOT, "worktree", "remove", "--force", str(tmp_path / "old"))
+
+
+# --------------------------------------------------------------------------------------- mistakes
 
 
 FORKS = """

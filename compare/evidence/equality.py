@@ -26,8 +26,13 @@ CONDITIONS = [
     for field in fields(Environment)
     if field.name not in {*NO_CONDITION, "variables"}  # variables are compared one by one
 ]
-# Software that not every configuration uses: it must be equal among those that do.
-EQUAL_WHERE_USED = ("horovod", "mpi", "nccl")
+# Fields that scripts alone have. The commit may change between blocks: it may be of something that
+# no side loads, and `code_sha256` says whether.
+COMMIT = "git_commit"
+OF_SCRIPT = ("interpreter", "script", "script_sha256", "code_sha256")
+# Software that not every configuration uses, and what earlier records lack: it must be equal among
+# those that have it.
+EQUAL_WHERE_USED = ("horovod", "mpi", "nccl", *OF_SCRIPT, COMMIT)
 ABSENT = "absent"
 # Fields that differ from block to block.
 OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}
@@ -52,7 +57,7 @@ class Fact:
     case: str
     workers: int
     is_of_sides: bool  # from sides of turns, not from whole runs
-    is_of_block: bool  # each block has its own value, as of the seed
+    is_of_block: bool  # each block may have its own value, as of the seed
     unvaried: tuple[tuple[str, str], ...]  # judged pairs between which the plan does not vary it
     rows: tuple[Said, ...]  # in the order of blocks
 
@@ -98,14 +103,16 @@ class Fact:
 def values_of(run: RunRecord) -> dict[str, Any]:
     """Return all values of a run that must be equal.
 
-    The git commit does not count: run.py compares the trainers' sources themselves, and a commit
-    to the docs between two blocks does not change the training.
+    The trainers' git commit does not count: run.py compares their sources themselves, and a commit
+    to the docs between two blocks does not change the training. That of a script is only shown.
     """
     values = run.config.flags | {
         "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
         for name, value in vars(run.environment).items()
         if value is not None and name in CONDITIONS
     }
+    if run.environment.script and run.environment.git_commit:
+        values[COMMIT] = run.environment.git_commit
     values |= run.environment.variables
     if not run.is_side:
         values |= {name: getattr(run.summary, name) for name in EQUAL_IN_SUMMARY}
@@ -118,7 +125,7 @@ def varied_fields(plan: Plan, first: str, second: str) -> set[str]:
     transport unless both name the same; settings by flags and variables that only one of them sets.
     """
     if plan.side:  # their commands may change any condition
-        return {*CONDITIONS, "CUDA version"}
+        return {*CONDITIONS, "CUDA version", COMMIT}
     members = {member.name: member for member in plan.members()}
     a, b = members[first], members[second]
     varied = {
@@ -149,7 +156,7 @@ def compare_facts(
     """
     order = plan.names.index
     varied = {pair: varied_fields(plan, *pair) for pair in plan.pairs()}
-    of_block = OF_BLOCK | (OF_JOB if plan.is_allocation else set())
+    of_block = OF_BLOCK | {COMMIT} | (OF_JOB if plan.is_allocation else set())
     facts = []
     for is_of_sides, runs in ((False, whole), (True, sides)):
         in_order = sorted(runs, key=lambda run: (run.block, order(run.configuration)))

@@ -43,11 +43,13 @@ import platform
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
@@ -76,6 +78,7 @@ CONNECT_SECONDS = 5.0  # time-out for each address
 RANK_END_SECONDS = 3.0  # given to a rank to end by itself
 POLL_SECONDS = 0.02  # between two looks whether it has
 MOST_BYTES = 1 << 16  # of a message
+GIT_SECONDS = 10.0  # given to git to tell the commit
 BOOT_ID = "/proc/sys/kernel/random/boot_id"  # hosts that share a kernel share its cores, too
 # Positions in /proc/PID/stat behind the name: state, parent, CPU times, the start since boot
 STATE, PARENT, USER, SYSTEM, BEGAN = 0, 1, 11, 12, 19
@@ -462,13 +465,14 @@ def digest_of(weights: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-# -- The script's environment ----------------------------------------------------------------------
+# -- The script's environment, and its code --------------------------------------------------------
 
 
 def facts() -> dict[str, Any]:
-    """Return the environment of this script's rank, under the names of environment.json. The
-    scheduler adds its place among the ranks."""
-    torch = sys.modules.get("torch")
+    """Return the environment of this rank and the code that it runs, under the names of
+    environment.json. The scheduler adds its place among the ranks, and takes `strangers` and
+    `PYTHONPATH` out."""
+    torch, mpi = sys.modules.get("torch"), sys.modules.get("mpi4py.MPI")
     on_gpu = torch is not None and torch.cuda.is_initialized()
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in FRAMEWORKS}
     named = re.search("^model name.*?: *(.*)", read("/proc/cpuinfo"), re.MULTILINE)
@@ -486,11 +490,143 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": loaded["torch"] or "",
         "torchvision": loaded["torchvision"] or "",
-        "horovod": loaded["horovod"],
-        "mpi": None,
+        "horovod": horovod_build(loaded["horovod"]),
+        "mpi": mpi and re.split("[,\n\0]", mpi.Get_library_version())[0],
         "cuda": torch.version.cuda if torch and on_gpu else None,
+        "nccl": nccl_version() if on_gpu else None,
         "kernel": platform.release(),
         "command": sys.argv,
         "started_utc": "",
-        "git_commit": None,
+        **code_facts(),
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
+
+
+def horovod_build(version: str | None) -> str | None:
+    """Return Horovod's version and what it was built with, as in 0.28.1 (MPI, Gloo); None if it is
+    not loaded."""
+    hvd = sys.modules.get("horovod.torch")
+    if version is None or hvd is None:
+        return version
+    built = {"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(), "NCCL": hvd.nccl_built()}
+    return f"{version} ({', '.join(name for name, is_there in built.items() if is_there)})"
+
+
+def nccl_version() -> str | None:
+    """Return the version of the NCCL that torch has loaded; None if it has none."""
+    with suppress(AttributeError):  # torch is built without
+        return ".".join(map(str, sys.modules["torch"].cuda.nccl.version()))
+    return None
+
+
+class WorkTree(NamedTuple):
+    """A folder into which git has checked out a commit."""
+
+    root: str
+    repository: str  # the folder that all work trees of a repository have in common
+
+
+@cache
+def work_tree_of(folder: str) -> WorkTree | None:
+    """Return the work tree that a folder is in, by files alone; None if it is in none."""
+    git = os.path.join(folder, ".git")
+    if not os.path.exists(git):
+        above = os.path.dirname(folder)
+        return work_tree_of(above) if above != folder else None
+    with suppress(OSError):
+        if os.path.isfile(git):  # of a further work tree, or of a submodule: gitdir: PATH
+            git = os.path.join(folder, read(git).partition(":")[2].strip())
+            git = os.path.join(git, read(os.path.join(git, "commondir")).strip())
+    return WorkTree(folder, os.path.realpath(git))
+
+
+def code_facts() -> dict[str, Any]:
+    """Return which interpreter, script and commit this is, the `strangers` among its modules, and a
+    digest of the modules of the script's work tree (without git: of its folder)."""
+    script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    is_file = os.path.isfile(script)
+    home = os.path.dirname(script) if is_file else os.path.realpath(os.getcwd())
+    own = own_work_tree(home)
+    root = own.root if own else home
+    modules = own_modules(root)
+    files = {file for file in modules.values() if file.startswith(os.path.join(root, ""))}
+    digest = sha256()
+    for file in sorted(files):
+        digest.update(os.fsencode(f"{os.path.relpath(file, root)}\0{file_sha256(file)}\n"))
+    return {
+        "interpreter": sys.executable,
+        "script": script if is_file else None,
+        "script_sha256": file_sha256(script) if is_file else None,
+        "git_commit": git_commit(own.root) if own else None,
+        "code_sha256": digest.hexdigest() if files else None,
+        "strangers": strangers(modules, own) if own else [],
+    }
+
+
+def own_work_tree(home: str) -> WorkTree | None:
+    """Return the work tree of a script in this folder; None if it is in none. If the script itself
+    was installed, or imported (python -m), it may come from another work tree than the one that
+    the user is in: then it is that."""
+    of_script, here = work_tree_of(home), work_tree_of(os.path.realpath(os.getcwd()))
+    is_command = home == os.path.realpath(os.path.dirname(sys.executable))
+    is_imported = getattr(sys.modules["__main__"], "__spec__", None) is not None
+    is_same = here and of_script and here.repository == of_script.repository
+    return here if is_command or (is_imported and is_same) else of_script
+
+
+def own_modules(root: str) -> dict[str, str]:
+    """Return the files of all loaded modules by name, without what was installed into Python's
+    environment. The environment may be a folder in `root`."""
+    prefixes = (sys.prefix, sys.base_prefix)
+    folders = [os.path.join(folder, "") for folder in (*prefixes, *map(os.path.realpath, prefixes))]
+    installed = tuple(folder for folder in folders if not os.path.join(root, "").startswith(folder))
+    found = {}
+    for name, module in [*sys.modules.items()]:
+        with suppress(Exception):  # some modules are objects that do as they like
+            file, spec = vars(module)["__file__"], vars(module)["__spec__"]
+            if not file.startswith(installed) and not re.search(r"/(site|dist)-packages/", file):
+                found[spec.name if spec else name] = os.path.realpath(file)
+    return {name: file for name, file in found.items() if os.path.isfile(file)}
+
+
+def strangers(modules: Mapping[str, str], own: WorkTree) -> list[dict[str, Any]]:
+    """Return the packages that come from another work tree of the script's repository: each with
+    the folder from which it was imported, and that folder in the script's own work tree."""
+    path = {*map(os.path.realpath, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
+    found: dict[str, dict[str, Any]] = {}
+    for name, file in modules.items():
+        tree = work_tree_of(folder := os.path.dirname(file))
+        is_other = tree and tree.repository == own.repository and tree != own
+        if tree and is_other and file != os.path.realpath(__file__):
+            for _ in range(name.count(".") + os.path.basename(file).startswith("__init__.")):
+                folder = os.path.dirname(folder)
+            there = os.path.normpath(os.path.join(own.root, os.path.relpath(folder, tree.root)))
+            found[name.partition(".")[0]] = {
+                "package": name.partition(".")[0],
+                "folder": folder,
+                "own_folder": there,
+                "is_on_path": folder in path,
+            }
+    return [*found.values()]
+
+
+def file_sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return sha256(file.read()).hexdigest()
+
+
+def git_commit(root: str) -> str | None:
+    """Return a work tree's commit, with a + if files were changed since; None if git does not say
+    in time."""
+    words = ["git", "-C", root, "describe", "--always", "--abbrev=12", "--dirty=+"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            errors="replace",
+            timeout=GIT_SECONDS,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # other ranks ask at the same time
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+    return None

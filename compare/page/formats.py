@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from compare.evidence.equality import Fact
+from compare.evidence.equality import COMMIT, Fact
 from compare.evidence.record import Record
 from compare.evidence.words import count, difference_text, place_text, short, shortest_unique_names
 from compare.page.chart import template
@@ -131,7 +131,8 @@ def fact_text(fact: Fact) -> str:
     if fact.unequal_blocks:
         return f"{difference_text(fact).split(': ', 1)[1]} ({place_text(fact.case, fact.workers)})"
     value = short(fact.rows[0].value)
-    return f"{value}, another in each block" if fact.is_of_block else value
+    differs = fact.is_of_block and fact.field != COMMIT
+    return f"{value}, another in each block" if differs else value
 
 
 def commands(record: Record) -> list[tuple[str, str]]:

@@ -62,9 +62,9 @@ VIEW, SLEEP, YIELD = "gradient_as_bucket_view", "sleeping_poll", "OMPI_MCA_mpi_y
 NOT_SETTINGS = {"log_dir", "name", "seed", "knobs", "knob_variables"}
 NOT_RECORDED = "not recorded"
 # Fields that may differ between occasions of one question: the version of this project, the names
-# of its presets (the settings of a preset are compared one by one), the cache's folder, and the
-# momentary clock of the GPU.
-OF_OCCASION = {"git_commit", "preset", "cache_dir", "gpu_clock_mhz"}
+# of its presets (the settings of a preset are compared one by one), folders, and the momentary
+# clock of the GPU. (Of scripts' own code the digest is compared.)
+OF_OCCASION = {"git_commit", "preset", "cache_dir", "interpreter", "script", "gpu_clock_mhz"}
 
 
 WARNINGS = "Warnings: these figures may be unreliable"
@@ -279,7 +279,8 @@ class Report:
         """The commands that repeat this comparison."""
         plan = self.record.plan
         commit = self.record.written[0].environment.git_commit
-        lines = [f"git checkout {commit}"] if commit else []
+        is_ours = commit and not plan.side  # a script's is of its own repository
+        lines = [f"git checkout {commit}"] if is_ours else []
         lines += ["make setup", ". .venv/bin/activate"]
         inherited = plan.environment.inherited
         lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
@@ -427,6 +428,7 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
     if plan.pairs():
         found[WARNINGS] += doubtful_blocks(record)
     found[WARNINGS] += correlated_blocks(record)
+    found[WARNINGS] += same_code(record)
     found[MISSING] += [
         f"{name}: {WITHOUT_HOROVOD if plan.known()[name].engine == 'horovod' else WITHOUT_MPI}"
         for name in plan.left_out
@@ -494,6 +496,26 @@ def correlated_blocks(record: Record) -> Iterator[str]:
                     f"the one before (lag-1 correlation {lag:.2f}); the interval assumes "
                     "independent blocks, so it is too narrow"
                 )
+
+
+def same_code(record: Record) -> Iterator[str]:
+    """Yield a warning for each pair of scripts of different commits that ran the same code."""
+    for first, second in record.plan.pairs():
+        a, b = (
+            {
+                (side.environment.git_commit, side.environment.code_sha256)
+                for side in record.sides
+                if side.configuration == name and side.environment.code_sha256
+            }
+            for name in (first, second)
+        )
+        commits, codes = ({values[i] for values in a | b} for i in (0, 1))
+        if len(commits) > 1 and len(codes) == 1:
+            named = ", ".join(sorted(map(short, commits)))
+            yield (
+                f"{first} and {second} ran the same code, though their commits differ ({named}): "
+                "the commits change no module that the scripts load"
+            )
 
 
 def trouble(record: Record, run: RunRecord) -> str:

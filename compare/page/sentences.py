@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from compare.evidence.equality import OF_SCRIPT
 from compare.evidence.goals import Goal
 from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
@@ -156,8 +157,9 @@ def equal_work_text(verdict: Verdict) -> str:
             "Equal work is not shown: after the first steps both had bit-equal weights in only "
             f"{work.equal_blocks} of {number}."
         )
-    differ = map(difference_text, work.varied)
-    return f"{text} They differ in {' and in '.join(differ)}." if work.varied else text
+    # Where their code is, and its digests, the page shows.
+    differ = [difference_text(fact) for fact in work.varied if fact.field not in OF_SCRIPT]
+    return f"{text} They differ in {' and in '.join(differ)}." if differ else text
 
 
 def correction_text(record: Record, verdicts: Sequence[Verdict]) -> str:

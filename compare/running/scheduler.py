@@ -421,7 +421,7 @@ class Scheduler(Launches):
 
     def facts(self) -> dict[str, Any]:
         """Return each script's environment, as its first rank reports it, with the hosts of all its
-        ranks."""
+        ranks. MeasurementError if a script runs another work tree's code."""
         by_side = dict[str, Any]()
         for rank in sorted(self.ranks, key=lambda rank: rank.number):
             side = self.sides[rank.side]
@@ -434,7 +434,9 @@ class Scheduler(Launches):
                     "rank_hosts": hosts,
                     "hosts": sorted({*hosts}),
                 }
-                by_side[rank.side] = rank.measured["facts"] | world
+                reported = rank.measured["facts"] | world
+                check_imports(side, reported.pop("strangers"), reported.pop("PYTHONPATH"))
+                by_side[rank.side] = reported
         return by_side
 
     def receive(self, deadline: float) -> None:
@@ -540,6 +542,23 @@ def rank_of(
         connection=connection,
         **values,
     )
+
+
+def check_imports(side: Run, strangers: Sequence[dict[str, Any]], python_path: str) -> None:
+    """Raise MeasurementError if a script imports packages from another work tree of its repository,
+    as where `pip install -e` was run there: two commits would both run that one's code. It may if
+    the side's own PYTHONPATH, not only the shell's, says so. `python_path`: the rank's."""
+    words = (*side.configuration.assignments, *side.configuration.command)
+    is_given = any(word.startswith("PYTHONPATH=") for word in words)
+    is_own = is_given or python_path != with_side_file(os.environ.get("PYTHONPATH", ""))
+    wrong = [one for one in strangers if not (is_own and one["is_on_path"])]
+    if wrong:
+        names, there = ", ".join(one["package"] for one in wrong), wrong[0]["folder"]
+        raise MeasurementError(
+            f"{side.side} imports {names} from {there}, another work tree of its script's "
+            "repository, so it does not run its own commit's code: set "
+            f"PYTHONPATH={wrong[0]['own_folder']} for it, or give it an environment of its own"
+        )
 
 
 def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:

@@ -95,6 +95,11 @@ class Environment:
     command: list[Text]
     started_utc: Text
     git_commit: Text | None  # with a + if files were changed since; None outside a checkout
+    # Of a user's own script, whose git_commit is that of its own repository.
+    interpreter: Text | None = None
+    script: Text | None = None
+    script_sha256: Text | None = None
+    code_sha256: Text | None = None  # of all loaded modules from the script's work tree
 
 
 @dataclass(frozen=True, kw_only=True)
