@@ -43,6 +43,7 @@ from comparison_side import Side
 side = Side({of_side})
 for step in range({steps}):
     time.sleep({seconds})
+    {of_step}
     side.step({done})
 print("the end")
 """
@@ -55,11 +56,12 @@ def script(
     steps: int = 10**9,
     done: str = "images=4",
     of_side: str = "",
+    of_step: str = "",
     before: str = "",
     flags: str = "",
 ) -> str:
     """Write a script that does nothing for so many seconds a step; return its command."""
-    text = STEPS.format(of_side=of_side, steps=steps, seconds=seconds, done=done)
+    text = STEPS.format(of_side=of_side, steps=steps, seconds=seconds, of_step=of_step, done=done)
     (folder / f"{name}.py").write_text(before + text)
     return f"{name}={sys.executable}{flags} {folder}/{name}.py"
 
@@ -180,9 +182,12 @@ def compare_scripts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("compare.running.scheduler.TURN_SECONDS", 0.02)
     monkeypatch.setattr("compare.running.scheduler.PATIENCE", 0.0)
 
-    def compare(*scripts: str, blocks: int = 1, more: tuple[str, ...] = ()) -> tuple[int, str]:
+    def compare(
+        *scripts: str, blocks: int = 1, timeout: int = 60, more: tuple[str, ...] = ()
+    ) -> tuple[int, str]:
         words = [word for one in scripts for word in ("--side", one)]
-        words += ["--turns", "2", "--blocks", str(blocks), "--out", "out", "--timeout", "60", *more]
+        words += ["--turns", "2", "--blocks", str(blocks), "--timeout", str(timeout)]
+        words += ["--out", "out", *more]
         code = run_command.main(words)
         captured = capsys.readouterr()
         return code, captured.out + captured.err
@@ -410,12 +415,19 @@ if os.fork() and os.fork():
     [
         (
             {"steps": 12},
-            r"bad ended with exit code 0.* 1 of 1 ranks .* keep training until it is ended",
+            r"bad ended with exit code 0 after at least \d+ steps: it must train until run.py",
         ),
         ({"done": "tokens=3"}, "the sides count different things: .*bad tokens"),
         ({"done": "images=0"}, "bad: its steps did 0 images"),
         ({"before": "exit('alas')\n"}, r"bad ended with exit code 1:\n  \| alas"),
-        ({"before": "exit()\n"}, r"bad .* 0 of its ranks taking part: each rank must make"),
+        (
+            {"before": "exit()\n"},
+            r"bad ended .* 0: no rank has made a Side\(\); each rank must make",
+        ),
+        (
+            {"steps": 0},
+            r"bad ended .* 0: it has not called step; each rank must call side.step\(\) after",
+        ),
         ({"before": FORKS}, "bad: 2 of its processes take part, but its launcher's .* say 1"),
         (
             {"before": "import sys\nsys.path[:] = []\nimport time\n"},
@@ -432,6 +444,97 @@ def test_a_mistake_is_one_message_that_names_the_side(second, message, compare_s
     code, told = compare_scripts(good, bad)
     assert code == 1 and re.search(f"a block of turns failed: {message}", told, re.DOTALL), told
     assert "report.py" not in told
+
+
+# Starts itself as two ranks, as a launcher does.
+PAIR = """
+import os, signal, subprocess, sys, time
+if "RANK" not in os.environ:
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv], env=os.environ | place | own)
+        for own in ({"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"})
+    ]
+    sys.exit(max(rank.wait() for rank in ranks))
+IS_FIRST = os.environ["RANK"] == "0"
+"""
+WAITS = "\nif not IS_FIRST:\n    {first}\n    time.sleep(600)\n"
+NO_STEP = WAITS.format(first="from comparison_side import Side; side = Side()")
+
+
+@pytest.mark.parametrize(
+    ("bad", "timeout", "messages"),
+    [
+        # Where waiting cannot help it ends at once; another side has nothing to do with it.
+        (
+            {"before": PAIR + NO_STEP},
+            60,
+            ["bad: after 2 s rank 1 has not called step, rank 0 has; each rank must call"],
+        ),
+        (
+            {"before": PAIR + WAITS.format(first="")},
+            60,
+            ["after 2 s rank 1 has not made a Side\\(\\), rank 0 has; .* use Side\\(ranks=N\\)"],
+        ),
+        # A slow start is no mistake.
+        ({"before": "import time\ntime.sleep(3)\n"}, 60, []),
+        # Else a line says what it waits for; at the end of the time the guilty side alone is named.
+        (
+            {"before": "import time\ntime.sleep(600)\n"},
+            4,
+            [
+                "waiting for bad .2 s.: no rank has made a Side",
+                "bad: after 4 s .--timeout. no rank",
+            ],
+        ),
+        (
+            {"seconds": 600},
+            4,
+            ["waiting for bad .2 s.: it has not called step", "bad: after 4 s .--timeout. it has"],
+        ),
+        (
+            {"of_step": "if step == 20: time.sleep(600)"},
+            4,
+            [
+                "waiting for bad .2 s.: it has not ended its turn",
+                "bad: after 4 s .--timeout. it has",
+            ],
+        ),
+        # Whatever ends a rank.
+        (
+            {"of_step": "if step == 20: os.kill(os.getpid(), signal.SIGKILL)"},
+            60,
+            ["bad was ended by signal 9 .Killed.:"],
+        ),
+        (
+            {"of_step": "if step == 20: os.kill(os.getpid(), signal.SIGSTOP)"},
+            4,
+            ["waiting for bad .2 s.: it has not ended its turn"],
+        ),
+        (
+            {"of_step": "if step == 20: os.fork()"},
+            60,
+            ["bad: rank 0 on .*in a fork of the process"],
+        ),
+        ({"of_step": "if step == 20: os.closerange(3, 99)"}, 60, ["bad.*error: its Side is gone"]),
+        (
+            {"of_step": "if step == 20: del side; time.sleep(600)"},
+            60,
+            ["bad: rank 0 on .*: its Side is gone"],
+        ),
+    ],
+)
+def test_a_side_that_misbehaves_is_named_and_nothing_hangs(
+    bad, timeout, messages, compare_scripts, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("compare.running.scheduler.SILENT_SECONDS", 2.0)
+    bad = script(tmp_path, "bad", **{"before": "import os, signal, time\n"} | bad)
+    code, told = compare_scripts(
+        script(tmp_path, "good"), bad, more=("--order-seed", "1"), timeout=timeout
+    )
+    assert code == bool(messages), told
+    assert all(re.search(message, told, re.DOTALL) for message in messages), told
+    assert "good: " not in told
 
 
 def test_a_command_that_does_not_exist_is_named(compare_scripts, tmp_path):

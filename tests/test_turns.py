@@ -54,11 +54,11 @@ from compare.running.comparison import (
     resumed,
 )
 from compare.running.launch import marked_processes
+from compare.running.ranks import Rank
 from compare.running.scheduler import (
     HINTS_BY_OUTPUT,
     NO_ROOM,
     MeasurementError,
-    Rank,
     Scheduler,
     make_turn,
     run_blocks,
@@ -433,7 +433,7 @@ def test_a_side_that_dies_while_it_is_paused_is_reported(tmp_path: Path) -> None
         scheduler.start(other, dies)
         scheduler.take_turn(dies, 0)
         scheduler.started["later"].send_signal(signal.SIGKILL)
-        message = r"^later ended with exit code -9 while it was paused:\n  \| alas"
+        message = r"^later was ended by signal 9 \(Killed\) while it was paused:\n  \| alas"
         with pytest.raises(MeasurementError, match=message):
             while True:
                 scheduler.take_turn(other, 0)

@@ -32,8 +32,9 @@ pickled. The scheduler sends the state that a rank must take:
     PAUSED    stop
     ENDED     end
 
-The agent sends the state that the rank is in: STARTING, with its identity; READY after the warm-up
-and after each turn, with its measurements; PAUSED; ENDED.
+The agent sends the state that the rank is in: STARTING, with its identity; WARMING_UP after the
+first step; READY after the warm-up and after each turn, with its measurements; PAUSED; ENDED, with
+a `problem` if the script has misused its Side.
 """
 
 import enum
@@ -74,6 +75,14 @@ VERSIONED = "COMPARE_PROTOCOL"
 DELAY = "COMPARE_DELAY"  # environment variable: the known delay, as a share of a turn
 LEAD_IN_STEPS = 1  # of each turn, before its clock starts
 UNREACHABLE = "the scheduler of turns cannot be reached"  # the scheduler looks for this text
+FORKED = (
+    "side.step() was called in a fork of the process that had made the Side: let each rank make "
+    "its own Side() after it was forked"
+)
+CLOSED = (
+    "its Side is gone: the script has let go of it, or has closed all its files; keep it, and "
+    "train, until run.py ends this process"
+)
 CONNECT_SECONDS = 5.0  # time-out for each address
 RANK_END_SECONDS = 3.0  # given to a rank to end by itself
 POLL_SECONDS = 0.02  # between two looks whether it has
@@ -135,7 +144,8 @@ class Side:
 class State(enum.Enum):
     """What a rank does."""
 
-    STARTING = "starting"  # until the end of its warm-up
+    STARTING = "starting"  # until the end of its first step
+    WARMING_UP = "warming up"
     READY = "ready"  # waits for a turn; some of its threads may poll
     RUNNING = "running"  # makes a turn
     PAUSED = "paused"
@@ -260,10 +270,14 @@ def serve(scheduler: Connection, client: Connection, rank: "Process") -> None:
                     deadline = time.monotonic() + RANK_END_SECONDS
                     while rank.is_alive() and time.monotonic() < deadline:
                         time.sleep(POLL_SECONDS)  # let it end by itself
+                    if sender is client:
+                        is_closed = CLOSED if rank.is_alive() else ""
+                        send(scheduler, state, **({"problem": is_closed} | values))
                     return
                 if sender is client:
-                    values["busy"] -= busy
-                    values["window"] = values.pop("until") - began
+                    if state is State.READY:
+                        values["busy"] -= busy
+                        values["window"] = values.pop("until") - began
                     send(scheduler, state, **values)
                 elif state is State.PAUSED:
                     tree = pause(rank)
@@ -387,6 +401,7 @@ class Client:
         self.weights, self.is_warm = weights, False
         self.unit, self.amount, self.done, self.began = "", 0.0, 0, 0.0
         self.before, self.delay = cpu_seconds(), float(os.environ.get(DELAY, 0))
+        self.pid, self.file = os.getpid(), os.fstat(agent.fileno()).st_ino
 
     def step_ended(self, unit: str, amount: float) -> None:
         """Count a step, and the work of this rank in it; at the end of a turn report it and wait
@@ -399,11 +414,29 @@ class Client:
             time.sleep(self.delay * (time.monotonic() - self.began))
             seconds = time.monotonic() - self.began
             times = {"seconds": seconds, "wall_seconds": seconds} | self.spent()
+            self.check()
             send(self.agent, State.READY, **times | self.measured())
             self.wait()
-        elif self.done == LEAD_IN_STEPS:
+            return
+        if self.done == 1 and not self.is_warm:
+            send(self.agent, State.WARMING_UP)
+        if self.done == LEAD_IN_STEPS:
             synchronize()
             self.begin()
+
+    def check(self) -> None:
+        """End this process if it is a fork of the rank, or if the script has closed the connection
+        to the agent: another file may have its number by now."""
+        if os.getpid() != self.pid:
+            send(self.agent, State.ENDED, problem=FORKED)
+            os._exit(1)
+        try:
+            is_ours = os.fstat(self.agent.fileno()).st_ino == self.file
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            print(f"error: {CLOSED}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def begin(self) -> None:
         """Start the turn's clock: the lead-in has ended."""

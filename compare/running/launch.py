@@ -37,8 +37,12 @@ POLL_SECONDS = 0.5  # between two checks of a run, and updates of its line on a 
 TAIL_BYTES = 8192  # read from the end of metrics.jsonl; its last step line is shorter
 TAIL_LINES = 20  # shown of a failed run's output
 TAIL_INDENT = " " * 8
-# An error of recipe/errors.py, perhaps after the prefix of a rank or of horovodrun; or one of ssh.
-CAUSE = re.compile(r"(\[[^]]*\](<stderr>:| ))*error: |ssh: |Host key |.*Permission denied \(")
+# An error of recipe/errors.py or of Python, perhaps after the prefix of a rank, of horovodrun or of
+# torchrun; or one of ssh.
+CAUSE = re.compile(
+    r"(\[[^]]*\](<stderr>:|:? ))*(error|[\w.]*(Error|Exception)): |ssh: |Host key |"
+    r".*Permission denied \("
+)
 
 
 def start_and_wait(
@@ -258,7 +262,7 @@ def print_line(text: str) -> None:
 
 def shown_tail(folder: Path, indent: str = "  ", kept: Path | None = None) -> str:
     """Return the last lines of a failed run's output, and the path of all of it (in `kept`, if the
-    folder will be moved there). If an error of a trainer or of ssh comes before these lines, it is
+    folder will be moved there). If an error of a rank or of ssh comes before these lines, it is
     put first."""
     lines = (folder / "output.log").read_text(errors="replace").splitlines()
     earlier, cause = lines[:-TAIL_LINES], list[str]()

@@ -21,13 +21,14 @@ import math
 import os
 import secrets
 import shlex
+import signal
 import socket
 import struct
 import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
@@ -41,6 +42,7 @@ from compare.evidence.record import BlockLine, SideLine
 from compare.evidence.runs import NO_SETTINGS
 from compare.evidence.stopping import BlockCost
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
+from compare.evidence.words import count
 from compare.for_scripts import comparison_side
 from compare.for_scripts.comparison_side import (
     LEAD_IN_STEPS,
@@ -63,8 +65,11 @@ from compare.running.launch import (
     duration,
     failed_folder,
     forking,
+    print_line,
+    print_live,
     shown_tail,
 )
+from compare.running.ranks import Rank, lag_of
 from compare.running.take_turns import WITHOUT_TIMEOUTS
 from recipe.errors import UserError
 from recipe.files import replace_file
@@ -105,6 +110,7 @@ TRIAL_STEPS = 2  # of the trial turns, from which the steps of a turn are found
 PATIENCE = 2.0  # seconds to wait after a disturbed turn for other processes to go idle
 ABLATION_EVERY = 3  # rounds: after each of so many, a round without the exchange of gradients
 LISTEN_SECONDS = 0.2  # of measuring the load of other processes, while all sides are paused
+SILENT_SECONDS = 60.0  # for which nothing came of a side that is waited for: then a line says so
 
 
 class MeasurementError(UserError):
@@ -189,22 +195,6 @@ def side_line(side: Run, folder: Path, of_scripts: dict[str, dict[str, Any]]) ->
     )
 
 
-@dataclass
-class Rank:
-    """A handle of a process that takes turns: its identity, its state, and its last turn."""
-
-    side: str
-    number: int
-    host: str
-    machine: str  # its boot id; hosts that share a kernel share its cores
-    cores: int  # of the machine
-    connection: Connection
-    state: State = State.STARTING
-    measured: dict[str, Any] = field(default_factory=dict)
-    size: int = 1  # the world size, according to its launcher
-    launcher: str = "none"  # by its variables
-
-
 class Scheduler(Launches):
     """Starts the sides of a block and decides which one runs. Used as a context, it leaves no
     process behind, whatever ends it. If a side fails, the folder is put aside, with all output.
@@ -224,6 +214,9 @@ class Scheduler(Launches):
         self.ranks: list[Rank] = []
         self.sides = dict[str, Run]()  # the started ones, by name
         self.on_turn = ""  # the name of the side whose turn it is; "" while sides start
+        # When each side last reported something, or was asked to do something.
+        self.heard = dict[str, float]()
+        self.told = set[str]()  # the silent sides of which a line says so
 
     def __enter__(self) -> "Scheduler":
         clear_folder(self.folder)
@@ -271,8 +264,9 @@ class Scheduler(Launches):
                 self.started[side.side] = start_side(
                     side, self.folder / side.side / SIDE_RUN.parent, self, who
                 )
+                self.hear(side.side)
                 deadline = time.monotonic() + self.plan.timeout
-            self.receive(deadline)
+            self.receive(started, deadline)
             for side in started:
                 if self.are(State.READY, side):
                     self.send(side, State.PAUSED)
@@ -386,13 +380,16 @@ class Scheduler(Launches):
         deadline = time.monotonic() + self.plan.timeout
         self.send(side, wanted, **values)
         while not self.are(until, side):
-            self.receive(deadline)
+            self.receive([side], deadline)
         return self.of(side)
 
     def send(self, side: Run, wanted: State, **values: Any) -> None:
         """Tell all ranks of a side to take a state. They count as running until they confirm it."""
+        self.hear(side.side)
         for rank in self.of(side):
             rank.state = State.RUNNING
+            if wanted is State.RUNNING:
+                rank.steps_asked += LEAD_IN_STEPS + values["steps"]
             send(rank.connection, wanted, **values)
 
     def of(self, side: Run) -> list[Rank]:
@@ -439,30 +436,63 @@ class Scheduler(Launches):
                 by_side[rank.side] = reported
         return by_side
 
-    def receive(self, deadline: float) -> None:
+    def receive(self, awaited: Sequence[Run], deadline: float) -> None:
         """Receive messages of the ranks for up to half a second. MeasurementError if a side has
-        ended, or if the deadline is over."""
+        ended, or if one of those that are waited for will not be ready until the deadline."""
         for side, launcher in self.started.items():
             if launcher.poll() is not None:
                 raise self.failure(side)
-        if time.monotonic() > deadline:
-            tails = [f"{side}{self.joined(side)}:\n{self.tail(side)}" for side in self.started]
-            raise MeasurementError(
-                f"not ready after the {self.plan.timeout} s that --timeout allows; the sides' last "
-                "output:\n" + "\n".join(tails)
-            )
+        self.check_silent(awaited, deadline)
         by_connection: dict[Any, Rank] = {rank.connection: rank for rank in self.ranks}
         for ready in wait([self.listener, *by_connection], timeout=0.5):
             if ready is self.listener:
                 self.accept()
                 continue
             rank = by_connection[ready]
-            rank.state, values = receive(rank.connection)
-            rank.measured |= values
-            if rank.state is State.ENDED:
+            state, values = receive(rank.connection)
+            if state is State.ENDED:
+                who = f"rank {rank.number} on {rank.host}"
+                if problem := values.get("problem"):
+                    text = f"{rank.side}: {who}: {problem}:\n{self.tail(rank.side)}"
+                    raise MeasurementError(text)
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the launcher may write more
                     self.started[rank.side].wait(END_SECONDS)
-                raise self.failure(rank.side, f"rank {rank.number} on {rank.host} ended")
+                raise self.failure(rank.side, f"{who} ended")
+            rank.state, rank.measured = state, rank.measured | values
+            self.hear(rank.side)
+            if state is State.WARMING_UP:
+                rank.steps = 1
+            elif state is State.READY:
+                rank.steps = rank.steps_asked
+
+    def hear(self, side: str) -> None:
+        """Note that a side has reported something, or was asked to do something."""
+        self.heard[side] = time.monotonic()
+        self.told.discard(side)
+
+    def check_silent(self, awaited: Sequence[Run], deadline: float) -> None:
+        """Say for how long sides have been silent, and what their ranks have not done.
+        MeasurementError if waiting cannot help, or if the deadline is over."""
+        now, live, guilty = time.monotonic(), list[str](), list[str]()
+        for side in awaited:
+            name = side.side
+            lag = lag_of(self.of(side), self.ranks_of(side), side.is_script)
+            if lag is None:
+                continue
+            silent = now - self.heard[name]
+            is_late = silent > SILENT_SECONDS
+            if now > deadline or (is_late and lag.is_hopeless):
+                limit = f"{self.plan.timeout} s (--timeout)" if now > deadline else duration(silent)
+                guilty.append(f"{name}: after {limit} {lag.text}; {lag.remedy}:\n{self.tail(name)}")
+            elif is_late:
+                live.append(f"waiting for {name} ({duration(silent)}): {lag.text}")
+                if name not in self.told:  # logs, too, show that it waits, and for what
+                    print_line(live[-1])
+                self.told.add(name)
+        if guilty:
+            raise MeasurementError("\n".join(guilty))
+        if live:
+            print_live(live)
 
     def accept(self) -> None:
         """Accept the connection of a rank's agent, which must prove that it knows the key."""
@@ -475,7 +505,9 @@ class Scheduler(Launches):
             answer_challenge(connection, self.key)
             state, values = receive(connection)
             if state is State.STARTING:
-                self.ranks.append(rank_of(connection, **values))
+                self.ranks.append(rank := rank_of(connection, **values))
+                rank.steps_asked = self.plan.warm_up_steps
+                self.hear(rank.side)
         for side in self.sides.values():
             if len(self.of(side)) > self.ranks_of(side) >= 0:
                 raise MeasurementError(
@@ -486,27 +518,29 @@ class Scheduler(Launches):
 
     def failure(self, side: str, what: str = "") -> MeasurementError:
         """Return the error for a side that has ended, with the end of its output."""
+        what = f"{side}: {what}"
         if (code := self.started[side].returncode) is not None:
-            what = f"ended with exit code {code}"
+            what = f"{side} ended with exit code {code}"
+            if code < 0:
+                what = f"{side} was ended by signal {-code} ({signal.strsignal(-code)})"
         when = "" if self.on_turn in ("", side) else " while it was paused"
         # All of the output: the launcher may have written much after the error.
         output = (self.folder / side / SIDE_RUN.parent / "output.log").read_text(errors="replace")
         hints = (meaning for sign, meaning in HINTS_BY_OUTPUT.items() if sign in output)
-        hint = next(hints, "" if code else self.joined(side))
-        return MeasurementError(f"{side} {what}{when}{hint}:\n{self.tail(side)}")
+        hint = next(hints, "" if code else self.ended_early(side))
+        return MeasurementError(f"{what}{when}{hint}:\n{self.tail(side)}")
 
-    def joined(self, side: str) -> str:
-        """Return how many ranks of a user's own script take part, and what such a script must do;
-        "" for a trainer."""
+    def ended_early(self, side: str) -> str:
+        """Return what a user's own script has not done that has ended without an error; "" for a
+        trainer."""
         run = self.sides[side]
         if not run.is_script:
             return ""
-        all_ = max(self.ranks_of(run), 0) or "its"
-        return (
-            f", with {len(self.of(run))} of {all_} ranks taking part: each rank must make one "
-            "`side = Side()`, call side.step() after each step, and keep training until it is "
-            "ended, so give it more epochs; if fewer ranks take part, use Side(ranks=N)"
-        )
+        lag = lag_of(self.of(run), self.ranks_of(run), run.is_script)
+        if lag and not lag.began:
+            return f": {lag.text}; {lag.remedy}"
+        steps = count(max(rank.steps for rank in self.of(run)), "step")
+        return f" after at least {steps}: it must train until run.py ends it; give it more epochs"
 
     def tail(self, side: str) -> str:
         """Return the end of a side's output, and the path of all of it."""

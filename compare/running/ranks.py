@@ -1,0 +1,107 @@
+"""The ranks of a side, as the scheduler of turns knows them, and what they have not done yet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from compare.for_scripts.comparison_side import State
+
+SHOWN_RANKS = 8  # in a message
+
+
+@dataclass
+class Rank:
+    """A handle of a process that takes turns: its identity, its state, and its last turn."""
+
+    side: str
+    number: int
+    host: str
+    machine: str  # its boot id; hosts that share a kernel share its cores
+    cores: int  # of the machine
+    connection: Connection
+    state: State = State.STARTING
+    measured: dict[str, Any] = field(default_factory=dict)
+    size: int = 1  # the world size, according to its launcher
+    launcher: str = "none"  # by its variables
+    steps: int = 0  # that it has made, or more: it reports the first one, and ends of turns
+    steps_asked: int = 0  # that it will have made when it is ready again
+
+
+class Task(NamedTuple):
+    """What each rank must do, for a sentence such as "rank 1 has not called step"."""
+
+    of_script: str
+    of_trainer: str
+    remedy: str  # for a user's own script that does not do it
+
+
+SLOW = "if it is only slow, give a larger --timeout"
+# In the order in which a rank does them, by the state in which it has not done it yet.
+TASKS = {
+    None: Task("made a Side()", "started", "each rank must make one `side = Side()`"),
+    State.STARTING: Task(
+        "called step", "made a step", "each rank must call side.step() after each training step"
+    ),
+    State.WARMING_UP: Task("made its first steps", "made its first steps", SLOW),
+    State.RUNNING: Task("ended its turn", "ended its turn", SLOW),
+}
+
+
+class Lag(NamedTuple):
+    """What some ranks of a side have not done yet."""
+
+    text: str  # "rank 1 has not called step, rank 0 has"
+    remedy: str
+    began: bool  # whether all ranks have called step
+    is_hopeless: bool  # another rank is so far ahead that waiting cannot help
+
+
+def lag_of(ranks: Sequence[Rank], num_ranks: int, is_script: bool) -> Lag | None:
+    """Return what the hindmost ranks of a side have not done; None if it is ready or paused.
+    `ranks` are those that have connected, of `num_ranks` (-1: not known).
+
+    Ranks that train together wait for each other in each step. If one of them has made its first
+    steps, so have the others: those that have not called step by then never will.
+    """
+    num_missing = num_ranks - len(ranks) if num_ranks >= 0 else 1
+    states = {rank.state for rank in ranks} | ({None} if num_missing else set())
+    behind = next((state for state in TASKS if state in states), State.READY)
+    if behind is State.READY:
+        return None
+    ahead = [rank for rank in ranks if rank.state is not behind]
+    task, began = TASKS[behind], behind in (State.WARMING_UP, State.RUNNING)
+    done, remedy = (task.of_script, task.remedy) if is_script else (task.of_trainer, SLOW)
+    if behind is None and ahead:
+        remedy += "; if fewer ranks take part, use Side(ranks=N)"
+    text = f"{who_has_not(ahead, num_ranks)} {done}"
+    if numbers := {rank.number for rank in ahead}:
+        text += f", {ranks_text(sorted(numbers))} {has(len(numbers))}"
+    is_ready = any(rank.state in (State.READY, State.PAUSED) for rank in ahead)
+    return Lag(text, remedy, began, is_script and is_ready and not began)
+
+
+def who_has_not(ahead: Sequence[Rank], num_ranks: int) -> str:
+    """Return "rank 1 has not": the ranks but for those that are ahead. Ranks that a script starts
+    itself all have the number 0, and are only counted."""
+    if not ahead:
+        one_of = {-1: "no rank has", 1: "it has not"}
+        return one_of.get(num_ranks, f"none of its {num_ranks} ranks has")
+    numbers = {*range(num_ranks)} - {rank.number for rank in ahead}
+    if len(numbers) != num_ranks - len(ahead):
+        behind = num_ranks - len(ahead)
+        return f"{behind} of its {num_ranks} ranks {has(behind)} not"
+    return f"{ranks_text(sorted(numbers))} {has(len(numbers))} not"
+
+
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Return "rank 1", or "ranks 0, 2 and 3"; of many, the first and how many more."""
+    shown = [str(number) for number in numbers[:SHOWN_RANKS]]
+    if len(numbers) > SHOWN_RANKS:
+        shown.append(f"{len(numbers) - SHOWN_RANKS} more")
+    *first, last = shown
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def has(number: int) -> str:
+    return "has" if number == 1 else "have"
