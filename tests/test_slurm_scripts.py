@@ -2,8 +2,11 @@
 
 import os
 import re
+import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from making import write_program
@@ -136,3 +139,54 @@ def test_a_job_whose_ranks_kept_a_checkpoint_is_queued_again(status: int, tmp_pa
     asked = tmp_path / "asked"
     assert asked.exists() == (status == 75)
     assert not asked.exists() or asked.read_text() == "requeue 7\n"
+
+
+@pytest.fixture
+def compare_in_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs slurm/compare.sbatch, in which run.py and report.py only say what they are asked for,
+    and end with these exit codes."""
+
+    def compared(
+        *words: str, check: str = "", run: int = 0, report: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        says = f'echo "$@"; case $1 in *run.py) exit {run} ;; esac; exit {report}\n'
+        write_program(tmp_path / "bin/python", says)
+        (tmp_path / "bin/activate").write_text(f"PATH={tmp_path}/bin:$PATH\n")
+        code = shlex.join(["bash", "slurm/compare.sbatch", *words])
+        return run_in_job(tmp_path, code, VENV=str(tmp_path), CHECK=check, RUNS="runs")
+
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("run", "report", "code"), [(0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 3, 3), (1, 0, 3), (2, 0, 3)]
+)
+def test_a_checked_comparison_has_the_exit_code_of_its_goals(
+    run: int, report: int, code: int, compare_in_job: Callable[..., Any]
+) -> None:
+    """1 and 2 are answers: a measurement that fails does not end with them."""
+    flags = "--check --undecided-passes"
+    done = compare_in_job("plan.toml", check=flags, run=run, report=report)
+    assert done.returncode == code
+    asked = ["compare/run.py --hosts slurm --out runs/slurm-compare-7 plan.toml"]
+    asked += [] if run else [f"compare/report.py runs/slurm-compare-7 {flags}"]
+    assert done.stdout.splitlines() == asked
+    assert compare_in_job("plan.toml", run=run, report=9).returncode == run
+
+
+def test_a_comparison_is_checked_where_it_was_written(compare_in_job: Callable[..., Any]) -> None:
+    for words, folder in (
+        (["--out", "a b"], "a b"),
+        (["--out=c", "--", "--out", "d"], "c"),
+        (["--", "--out", "d"], "runs/slurm-compare-7"),
+    ):
+        done = compare_in_job(*words, check="--check")
+        assert done.stdout.splitlines()[-1] == f"compare/report.py {folder} --check"
+
+
+def test_what_is_no_check_is_refused_before_anything_is_measured(
+    compare_in_job: Callable[..., Any],
+) -> None:
+    done = compare_in_job("plan.toml", check="1")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "CHECK=1: give --check, or --check --undecided-passes\n"

@@ -18,7 +18,7 @@ DEFINED = yaml.safe_load(WORKFLOW.read_text())
 STEPS = {step["name"]: step for step in JOB["steps"] if "run" in step}
 SCRIPT = """
 import time
-from compare.side import Side
+from comparison_side import Side
 side = Side()
 while True:
     time.sleep({seconds})

@@ -240,15 +240,18 @@ def test_a_comparison_in_a_job(cluster: Slurm, tmp_path: Path) -> None:
         "--blocks",
         "1",
         "--no-warm-up",
+        "--goals",
+        "ddp-srun:horovod-srun=0.9",
         "--configurations",
         "ddp-srun",
         "horovod-srun",
         "--",
         *training.split(),
     ]
-    finished = cluster.run(command, **ENVIRONMENT)
+    finished = cluster.run(command, **ENVIRONMENT, CHECK="--check")
     log = (tmp_path / "job.log").read_text()
-    assert finished.returncode == 0, (finished.output, log)
+    assert finished.returncode == 3, (finished.output, log)
+    assert log.splitlines()[-1].endswith("≥ 0.900: an interval needs 3 blocks.")
     assert log.count(" images/s") == 2
     for name in ("ddp-srun", "horovod-srun"):
         environment = read_json(folder / f"block-1/{name}-4/environment.json")
