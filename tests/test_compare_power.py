@@ -98,6 +98,7 @@ def plan_of(minutes: float, start: float) -> tuple[int, int]:
     return int(60 * minutes // (cost.start + rounds * cost.round)), rounds
 
 
+@cache
 def minutes_to_find(difference: float, noise: float, start: float) -> int:
     """The least whole minutes after which the gate fails in FOUND of the cases in which a side is
     slower by `difference`, with the goal half-way."""
@@ -139,6 +140,17 @@ def rows_of_results() -> Iterator[str]:
 def test_the_docs_say_how_long_it_takes() -> None:
     page = PAGE.read_text()
     assert [row for row in rows_of_minutes() if row not in page] == []
+
+
+def test_an_equal_side_passes_after_these_minutes() -> None:
+    passed = [
+        results(goal_to_find(difference), 1, noise, *plan_of(minutes, STARTS[0]))[PASSED]
+        for difference in DIFFERENCES
+        for noise in NOISE.values()
+        for minutes in [minutes_to_find(difference, noise, STARTS[0])]
+    ]
+    told = f"passes in {100 * min(passed):.0f} to {100 * max(passed):.0f} of 100 cases"
+    assert told in PAGE.read_text()
 
 
 def test_the_docs_say_how_often_the_gate_is_wrong() -> None:
