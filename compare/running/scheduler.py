@@ -55,7 +55,7 @@ from compare.for_scripts.comparison_side import (
     send,
 )
 from compare.plan.blocks import RUN_MARK
-from compare.plan.environment import path_from_here
+from compare.plan.environment import ROOT, path_from_here
 from compare.plan.launchers import START_COMMANDS, has_daemons, pass_on
 from compare.plan.plan import SIDE_RUN, Plan, Run
 from compare.running.checks import visible_gpus
@@ -560,12 +560,17 @@ def rank_of(
     """Return the rank that has sent its identity: its launcher's variables, and the number of ranks
     if the script gives it. MeasurementError if the rank speaks another version of the protocol."""
     if version != VERSION:
-        old = "an older checkout, or a copy of its files"
+        theirs, remedy = file, f"copy {SIDE_FILE} over it"
+        if version == 1:
+            theirs = "the checkout of this project that it imports"
+            remedy = (
+                f"let a script import comparison_side; for a trainer of that checkout copy "
+                f"{SIDE_FILE.parent} into its compare/, and {ROOT / TAKE_TURNS} into its "
+                "compare/running/"
+            )
         raise MeasurementError(
-            f"{side}: {file or old} has version {version} of the protocol of turns, but this "
-            f"run.py has {VERSION}: let the script import {SIDE_FILE}, or copy that file; "
-            f"an older checkout of this project needs the folder {SIDE_FILE.parent.name} and "
-            f"{Path(TAKE_TURNS).name} of this one"
+            f"{side}: {theirs} has version {version} of the protocol of turns, but this run.py "
+            f"has {VERSION}: {remedy}"
         )
     world = read_world(place or {})
     return Rank(
