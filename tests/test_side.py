@@ -324,7 +324,8 @@ def two_commits(tmp_path):
     (main / "src/lib").mkdir(parents=True)
     (main / "src/lib/__init__.py").touch()
     (main / "src/lib/speed.py").write_text("SECONDS = 0.002\n")
-    script(main, "train", before="from lib import speed\n")
+    for folder in (main, main / "src/lib"):
+        script(folder, "train", before="from lib import speed\n")
     git(main, "init", "--quiet")
     git(main, "add", ".")
     for name in ("old", "new"):
@@ -341,12 +342,23 @@ def test_two_sides_that_would_run_one_commits_package_are_refused(
     PYTHONPATH."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "new/src"))
     old, new = two_commits["old"], two_commits["new"]
-    code, told = compare_scripts(f"old={old}", f"new={new}")
-    assert code == 1
-    assert f"failed: old imports lib from {tmp_path}/new/src, another work tree" in told
-    assert f": set PYTHONPATH={tmp_path}/old/src for it, or " in told
+    imported = f"env -C {tmp_path}/old {sys.executable} -m lib.train"
+    for number, command in enumerate((old, imported)):
+        out = ("--out", f"out-{number}")
+        code, told = compare_scripts(f"old={command}", f"new={new}", more=out)
+        assert code == 1
+        assert f"failed: old imports lib from {tmp_path}/new/src, another work tree" in told
+        assert f": set PYTHONPATH={tmp_path}/old/src for it, or " in told
     old = f"PYTHONPATH={tmp_path}/new/src {old}"
     code, told = compare_scripts(f"old={old}", f"new={new}", more=("--out", "asked"))
+    assert code == 0, told
+    monkeypatch.delenv("PYTHONPATH")
+    for name in ("old", "new"):  # one script in two environments, each with its own library
+        path = tmp_path / f"{name}-env/sitecustomize.py"
+        path.parent.mkdir()
+        path.write_text(f"import sys\nsys.path.append('{tmp_path}/{name}/src')\n")
+    old, new = (f"{name}=PYTHONPATH={name}-env {new}" for name in ("old", "new"))
+    code, told = compare_scripts(old, new, more=("--out", "environments"))
     assert code == 0, told
 
 

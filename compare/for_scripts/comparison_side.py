@@ -91,6 +91,7 @@ GIT_SECONDS = 10.0  # given to git to tell the commit
 BOOT_ID = "/proc/sys/kernel/random/boot_id"  # hosts that share a kernel share its cores, too
 # Positions in /proc/PID/stat behind the name: state, parent, CPU times, the start since boot
 STATE, PARENT, USER, SYSTEM, BEGAN = 0, 1, 11, 12, 19
+INSTALLED = re.compile("/(site|dist)-packages/")  # in the path of an installed module
 # The packages whose versions a script's record holds, if the script has loaded them.
 FRAMEWORKS = (
     "torch",
@@ -503,8 +504,7 @@ def digest_of(weights: Mapping[str, Any]) -> str:
 
 def facts() -> dict[str, Any]:
     """Return the environment of this rank and the code that it runs, under the names of
-    environment.json. The scheduler adds its place among the ranks, and takes `strangers` and
-    `PYTHONPATH` out."""
+    environment.json. The scheduler adds its place among the ranks, and takes `imports` out."""
     torch, mpi = sys.modules.get("torch"), sys.modules.get("mpi4py.MPI")
     on_gpu = torch is not None and torch.cuda.is_initialized()
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in FRAMEWORKS}
@@ -531,7 +531,6 @@ def facts() -> dict[str, Any]:
         "command": sys.argv,
         "started_utc": "",
         **code_facts(),
-        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
 
 
@@ -574,12 +573,12 @@ def work_tree_of(folder: str) -> WorkTree | None:
 
 
 def code_facts() -> dict[str, Any]:
-    """Return which interpreter, script and commit this is, the `strangers` among its modules, and a
-    digest of the modules of the script's work tree (without git: of its folder)."""
+    """Return which interpreter, script and commit this is, a digest of the modules of the script's
+    work tree (without git: of its folder), and where its other modules come from."""
     script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
     is_file = os.path.isfile(script)
-    home = os.path.dirname(script) if is_file else os.path.realpath(os.getcwd())
-    own = own_work_tree(home)
+    home = home_of(script)
+    own = work_tree_of(home)
     root = own.root if own else home
     modules = own_modules(root)
     files = {file for file in modules.values() if file.startswith(os.path.join(root, ""))}
@@ -592,19 +591,30 @@ def code_facts() -> dict[str, Any]:
         "script_sha256": file_sha256(script) if is_file else None,
         "git_commit": git_commit(own.root) if own else None,
         "code_sha256": digest.hexdigest() if files else None,
-        "strangers": strangers(modules, own) if own else [],
+        "imports": {
+            "root": root,
+            "strangers": strangers(modules, own) if own else [],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        },
     }
 
 
-def own_work_tree(home: str) -> WorkTree | None:
-    """Return the work tree of a script in this folder; None if it is in none. If the script itself
-    was installed, or imported (python -m), it may come from another work tree than the one that
-    the user is in: then it is that."""
-    of_script, here = work_tree_of(home), work_tree_of(os.path.realpath(os.getcwd()))
-    is_command = home == os.path.realpath(os.path.dirname(sys.executable))
+def home_of(script: str) -> str:
+    """Return the folder whose code is meant to run: the script's; but the current one if the script
+    is none of the user's own (an installed command, python -c, python -m cProfile), or if it was
+    imported (python -m) from another work tree than the one that the user is in."""
+    folder, here = os.path.dirname(script), os.path.realpath(os.getcwd())
+    commands, library = (
+        os.path.realpath(os.path.dirname(path)) for path in (sys.executable, os.__file__)
+    )
+    is_installed = INSTALLED.search(script) or script.startswith(os.path.join(library, ""))
+    if not os.path.isfile(script) or folder == commands or is_installed:
+        return here
+    of_script, of_here = work_tree_of(folder), work_tree_of(here)
     is_imported = getattr(sys.modules["__main__"], "__spec__", None) is not None
-    is_same = here and of_script and here.repository == of_script.repository
-    return here if is_command or (is_imported and is_same) else of_script
+    if is_imported and of_script and of_here and of_script.repository == of_here.repository:
+        return here
+    return folder
 
 
 def own_modules(root: str) -> dict[str, str]:
@@ -617,7 +627,7 @@ def own_modules(root: str) -> dict[str, str]:
     for name, module in [*sys.modules.items()]:
         with suppress(Exception):  # some modules are objects that do as they like
             file, spec = vars(module)["__file__"], vars(module)["__spec__"]
-            if not file.startswith(installed) and not re.search(r"/(site|dist)-packages/", file):
+            if not file.startswith(installed) and not INSTALLED.search(file):
                 found[spec.name if spec else name] = os.path.realpath(file)
     return {name: file for name, file in found.items() if os.path.isfile(file)}
 

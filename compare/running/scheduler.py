@@ -431,10 +431,13 @@ class Scheduler(Launches):
                     "rank_hosts": hosts,
                     "hosts": sorted({*hosts}),
                 }
-                reported = rank.measured["facts"] | world
-                check_imports(side, reported.pop("strangers"), reported.pop("PYTHONPATH"))
-                by_side[rank.side] = reported
-        return by_side
+                by_side[rank.side] = rank.measured["facts"] | world
+        for name in by_side:
+            check_imports(self.sides[name], by_side)
+        return {
+            name: {field: value for field, value in facts.items() if field != "imports"}
+            for name, facts in by_side.items()
+        }
 
     def receive(self, awaited: Sequence[Run], deadline: float) -> None:
         """Receive messages of the ranks for up to half a second. MeasurementError if a side has
@@ -583,14 +586,27 @@ def rank_of(
     )
 
 
-def check_imports(side: Run, strangers: Sequence[dict[str, Any]], python_path: str) -> None:
+def check_imports(side: Run, by_side: dict[str, Any]) -> None:
     """Raise MeasurementError if a script imports packages from another work tree of its repository,
     as where `pip install -e` was run there: two commits would both run that one's code. It may if
-    the side's own PYTHONPATH, not only the shell's, says so. `python_path`: the rank's."""
+    the side's own PYTHONPATH, not only the shell's, says so, or if another side runs the same
+    script without them: then the sides' environments are compared. `by_side`: all sides' facts."""
+    own = by_side[side.side]["imports"]
     words = (*side.configuration.assignments, *side.configuration.command)
     is_given = any(word.startswith("PYTHONPATH=") for word in words)
-    is_own = is_given or python_path != with_side_file(os.environ.get("PYTHONPATH", ""))
-    wrong = [one for one in strangers if not (is_own and one["is_on_path"])]
+    is_given |= own["PYTHONPATH"] != with_side_file(os.environ.get("PYTHONPATH", ""))
+    alike = [
+        {stranger["folder"] for stranger in facts["imports"]["strangers"]}
+        for facts in by_side.values()
+        if facts["script"] == by_side[side.side]["script"]
+        and facts["imports"]["root"] == own["root"]
+    ]
+    wrong = [
+        stranger
+        for stranger in own["strangers"]
+        if not (is_given and stranger["is_on_path"])
+        and all(stranger["folder"] in folders for folders in alike)
+    ]
     if wrong:
         names, there = ", ".join(one["package"] for one in wrong), wrong[0]["folder"]
         raise MeasurementError(
