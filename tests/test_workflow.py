@@ -91,7 +91,10 @@ def test_its_steps_find_a_slower_head(tmp_path: Path, runner: dict[str, str]) ->
     commit(head, 0.005)
     commit(head, 0.01)
     (tmp_path / "tools").symlink_to(ROOT)
-    do("Measure", tmp_path, runner).checked()
+    measured = do("Measure", tmp_path, runner).checked()
+    *_, said, command = measured.output.splitlines()
+    assert said == "whether the goals are reached, as an exit code:"
+    assert command.endswith("compare/report.py comparison --check")
     do("Report", tmp_path, runner).checked()
     comment = (tmp_path / "comment.md").read_text()
     assert "**Gate: failed.**\n**Goal head / base ≥ 0.975: not reached, " in comment
