@@ -21,6 +21,7 @@ A fork shares the server's hash seed, and all that is read when Python starts or
 loaded: PYTHONUTF8, OMP_NUM_THREADS, LD_PRELOAD and the like.
 """
 
+import atexit
 import ctypes
 import errno
 import gc
@@ -58,6 +59,7 @@ def load(modules: Iterable[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # else a collection in a fork copies the memory of all imported modules
+    atexit.register(gc.unfreeze)  # else triton (3.9 on) says at a fork's end that it leaked objects
 
 
 def why_not_to_fork() -> str:
