@@ -68,7 +68,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch 2.11 takes no store
+        super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]  # torch 2.11: no store
         self.comm = MPI.COMM_WORLD.Split(key=rank)  # keeps its messages apart from all others
         self.handed_over: SimpleQueue[Future[None] | None] = SimpleQueue()
         self.thread = Thread(target=self._communicate, name="MPI", daemon=True)

@@ -304,6 +304,11 @@ def test_make_passes_on_which_python_was_asked_for(line, said):
 # ---- the lock
 
 
+def test_ci_keeps_the_oldest_torch_that_is_promised():
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert f" TORCH={oldest}.0 " in (ROOT / ".ci" / "run").read_text()
+
+
 def test_the_lock_pins_all_requirements_and_names_no_index():
     text = (ROOT / "requirements.lock").read_text()
     assert not re.search("://|--index|--extra-index|--find-links|--trusted-host| @ ", text)

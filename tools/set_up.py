@@ -231,8 +231,9 @@ def install_packages(venv: Path, asked: dict[str, str]) -> None:
         by_uv += [[*uv, *words, "--python", python, *flags] for words in wanted]
         variables = {**variables, **os.environ}  # variables of uv that the user has set win
         # In this folder uv reads the constraints in pyproject.toml, which are on the lock's torch.
-        options = {"env": variables, "cwd": None if asked["TORCH"] == "lock" else folder}
-        if any(subprocess.call(x, stdin=subprocess.DEVNULL, **options) for x in by_uv):
+        place = None if asked["TORCH"] == "lock" else folder
+        nothing = subprocess.DEVNULL
+        if any(subprocess.call(x, env=variables, cwd=place, stdin=nothing) for x in by_uv):
             print("set-up: packages: uv failed (see above); pip takes some minutes", flush=True)
             for words in wanted:
                 run([*pip, *words], "packages")
