@@ -180,8 +180,8 @@ def join(ranks: int | None = None) -> tuple[Connection, int]:
     if version == "1":  # it would fail at the first message; later ones say what is wrong
         sys.exit(
             f"error: {__file__} has version {VERSION} of the protocol of turns, and the run.py "
-            f"that measures has {version}: measure with the run.py that has come with this "
-            "file, or import what that run.py has come with"
+            f"that measures has {version}: measure with the run.py that came with this file, or "
+            "import what came with that run.py"
         )
     agent = start_agent(
         connect(addresses, key),
