@@ -549,6 +549,20 @@ def test_a_side_that_misbehaves_is_named_and_nothing_hangs(
     assert "good: " not in told
 
 
+def test_a_leak_is_a_line_and_the_memory_of_sides_is_shown(compare_scripts, tmp_path, capsys):
+    kept = {"before": "import time\nkept = []\n", "of_step": "kept.append(b'x' * 2**20)"}
+    sides = [script(tmp_path, "tight"), script(tmp_path, "leaks", **kept)]
+    assert compare_scripts(*sides, blocks=3, more=("--turns", "5"))[0] == 0
+    assert report.main(["out", "--no-html"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    told = re.search(
+        r"the memory of leaks grew by (\d+) MB in 100 steps, in each of 3 blocks", shown
+    )
+    assert told and 90 < int(told[1]) < 120, shown
+    assert "the memory of tight" not in shown
+    assert " memory, " in shown.partition("----")[0]  # the head of the table of speeds
+
+
 def test_a_command_that_does_not_exist_is_named(compare_scripts, tmp_path):
     code, told = compare_scripts("bad=no-such-launcher x.py", script(tmp_path, "good"))
     assert code == 1 and re.search(r"bad ended with .* 127:\n  \| .*no-such-launcher", told)

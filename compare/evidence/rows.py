@@ -7,6 +7,7 @@ from statistics import fmean, harmonic_mean, median
 from typing import Any
 
 from compare.evidence.group import Group
+from compare.evidence.memory import KINDS, most_of
 from compare.evidence.paired import estimate_logs, estimate_ratio, mean_interval
 from compare.evidence.record import Record
 from compare.evidence.runs import RunRecord
@@ -42,7 +43,8 @@ def speed_rows(record: Record) -> list[Row]:
 
     images_per_second: all images / all seconds, over all blocks; lowest, highest: of a block;
     scaling: images/s per worker / the same with the fewest workers, paired by block;
-    cpu_ms_per_image: of all workers; blocks; planned_blocks (None: as many as needed).
+    cpu_ms_per_image: of all workers; memory_bytes and gpu_memory_bytes, of all workers after turns;
+    blocks; planned_blocks (None: as many as needed).
     """
     fewest, rows = min(record.plan.workers), []
     for group, name in cells_of(record):
@@ -70,6 +72,7 @@ def speed_rows(record: Record) -> list[Row]:
                 "highest": max(rates.values()),
                 "scaling": scaling,
                 "cpu_ms_per_image": fmean(1000 / b.rate(name, work_per_cpu_second) for b in blocks),
+                **{kind: most_of(blocks, name, kind) for kind in KINDS},
                 "blocks": len(blocks),
                 "planned_blocks": record.plan.blocks if record.is_by_turns else planned,
             }

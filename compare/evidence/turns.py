@@ -36,6 +36,9 @@ class Turn:
     phases: dict[str, Amount] = field(default_factory=dict)  # seconds, means over steps and ranks
     # The slowest rank's time for forward and backward without exchange / the median rank's.
     straggler_ratio: Amount | None = None
+    # At the turn's end, of all ranks with their child processes; None: not recorded, or no GPU.
+    memory_bytes: Whole | None = None  # resident
+    gpu_memory_bytes: Whole | None = None  # allocated by torch
 
     @property
     def images_per_second(self) -> float:

@@ -89,8 +89,9 @@ POLL_SECONDS = 0.02  # between two looks whether it has
 MOST_BYTES = 1 << 16  # of a message
 GIT_SECONDS = 10.0  # given to git to tell the commit
 BOOT_ID = "/proc/sys/kernel/random/boot_id"  # hosts that share a kernel share its cores, too
-# Positions in /proc/PID/stat behind the name: state, parent, CPU times, the start since boot
-STATE, PARENT, USER, SYSTEM, BEGAN = 0, 1, 11, 12, 19
+# Positions in /proc/PID/stat behind the name: state, parent, CPU times, the start since boot, and
+# the resident memory
+STATE, PARENT, USER, SYSTEM, BEGAN, PAGES = 0, 1, 11, 12, 19, 21
 INSTALLED = re.compile("/(site|dist)-packages/")  # in the path of an installed module
 # The packages whose versions a script's record holds, if the script has loaded them.
 FRAMEWORKS = (
@@ -373,6 +374,12 @@ def busy_cpu_seconds() -> float:
 
 def cpu_seconds() -> float:
     """Return the user and system CPU time, in s, of this process and all its descendants so far."""
+    return used()[0]
+
+
+def used() -> tuple[float, int]:
+    """Return `cpu_seconds`, and the bytes of memory that this process and its living descendants
+    have resident; what they share counts for each of them."""
     import resource  # which Windows lacks, where a script may run by hand
 
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # children that were waited for
@@ -380,7 +387,8 @@ def cpu_seconds() -> float:
     own = time.process_time() + ended.ru_utime + ended.ru_stime
     fields = [child.stat for child in tree_of(Process.of(os.getpid()))]
     ticks = sum(int(of_child[USER]) + int(of_child[SYSTEM]) for of_child in fields if of_child)
-    return own + ticks / os.sysconf("SC_CLK_TCK")
+    pages = sum(int(of[PAGES]) for of in (stat_of(os.getpid()), *fields) if of)
+    return own + ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # -- A rank's turns --------------------------------------------------------------------------------
@@ -444,11 +452,17 @@ class Client:
         self.amount, self.began = 0.0, time.monotonic()
 
     def spent(self) -> dict[str, float]:
-        """Return this rank's CPU time since the turn began, the time now, and the whole machine's
-        busy CPU time. The last two are read first: the walk through all processes would otherwise
-        count as load of other processes."""
+        """Return this rank's CPU time since the turn began, its memory, the time now, and the whole
+        machine's busy CPU time. The last two are read first: the walk through all processes would
+        otherwise count as load of other processes."""
         now, busy = time.monotonic(), busy_cpu_seconds()
-        return {"cpu_seconds": cpu_seconds() - self.before, "until": now, "busy": busy}
+        cpu, memory = used()
+        values = {"cpu_seconds": cpu - self.before, "memory_bytes": memory}
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            gpus = range(torch.cuda.device_count())
+            values["gpu_memory_bytes"] = sum(map(torch.cuda.memory_allocated, gpus))
+        return values | {"until": now, "busy": busy}
 
     def measured(self) -> dict[str, Any]:
         """Return the work of the turn in its unit. After the warm-up come the facts about the

@@ -11,6 +11,7 @@ from typing import Any
 
 from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
+from compare.evidence.memory import KINDS, leaks
 from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
@@ -30,6 +31,7 @@ from compare.evidence.words import (
     ratio_text,
     short,
     shortest_unique_names,
+    three_digits,
     without_paths,
 )
 from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
@@ -88,6 +90,7 @@ LITTLE_SCATTER = (
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
 WITHOUT_MPI = "mpi4py or mpirun is not installed there"
+LEAKS = "Memory that grows"
 ASIDE = "Runs that failed or were disturbed (not used for speed)"
 
 
@@ -417,7 +420,7 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
     verdict have a list of their own."""
     plan = record.plan
     judged = {name for pair in plan.pairs() for name in pair}
-    found: dict[str, list[str]] = {WARNINGS: [*plan.warnings], MISSING: [], ASIDE: []}
+    found: dict[str, list[str]] = {WARNINGS: [*plan.warnings], MISSING: [], LEAKS: [], ASIDE: []}
     found[WARNINGS] += [
         f"{place_text(*place)}: nothing is decided, because part of the record cannot be read"
         if record.problem
@@ -454,6 +457,13 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         for group in record.groups
         for block in group.turns
         if block.other_load > block.quiet_cores
+    ]
+    found[LEAKS] += [
+        f"{place_text(*group.place)}: the {KINDS[leak.kind]} of {leak.side} grew by "
+        f"{three_digits(1e-6 * leak.bytes_per_100_steps)} MB in 100 steps, in each of "
+        f"{leak.blocks} blocks; if its training is to be long, look for a leak"
+        for group in record.groups
+        for leak in leaks(group.turns, [*record.configurations])
     ]
     found[ASIDE] += [
         f"{failure.place}: failed, and was run again; see {record.output_of(failure)}"

@@ -155,6 +155,17 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
             "cpu_ms_per_image",
             note="CPU time: of all workers.",
         ),
+        Column(
+            "memory, MB",
+            "memory_bytes",
+            "{:,.0f}",
+            "Memory: resident after a turn, of all workers with their child processes (what they "
+            "share counts for each); of the largest turn, the median over blocks. GPU memory: "
+            "allocated by torch.",
+            scale=1e-6,
+            is_optional=True,
+        ),
+        Column("GPU memory, MB", "gpu_memory_bytes", "{:,.0f}", scale=1e-6, is_optional=True),
         Column("blocks", lambda row: counted(row["blocks"], row["planned_blocks"])),
     )
 

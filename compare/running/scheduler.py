@@ -724,6 +724,11 @@ def make_turn(
         if phases
         else {},
         straggler_ratio=max(computing) / median(computing) if len(computing) > 1 else None,
+        **{
+            name: sum(values[name] for values in measured)
+            for name in ("memory_bytes", "gpu_memory_bytes")
+            if all(name in values for values in measured)
+        },
     )
 
 

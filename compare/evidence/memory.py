@@ -1,0 +1,66 @@
+"""The memory of a side during its turns, and whether it grows for ever: a leak."""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from compare.evidence.paired import MIN_BLOCKS
+from compare.evidence.turns import Block
+from compare.for_scripts.comparison_side import LEAD_IN_STEPS
+
+# The fields of a turn, and what they are called.
+KINDS = {"memory_bytes": "memory", "gpu_memory_bytes": "GPU memory"}
+MIN_TURNS = 6  # of a block, two in each third
+# The least growth that is told, per 100 steps, as a share of the memory: 1 MB of 1 GB.
+LEAST_SHARE = 0.001
+# A leak is as steep later on; what fills up once, such as caches, is less and less steep.
+LEAST_STEADINESS = 0.5
+
+
+class Leak(NamedTuple):
+    """Growing memory of a side."""
+
+    side: str
+    kind: str  # of KINDS
+    bytes_per_100_steps: float  # of all ranks, the median over blocks
+    blocks: int  # in all of which it grew
+
+
+def most_of(blocks: Sequence[Block], side: str, kind: str) -> float | None:
+    """Return the bytes of a side's largest turn, as the median over blocks; None if not all of its
+    turns have recorded them."""
+    if not all(known := [in_turns(block, side, kind) for block in blocks]):
+        return None
+    return median(max(values) for values in known)
+
+
+def in_turns(block: Block, side: str, kind: str) -> list[int]:
+    """Return the bytes after each of a side's turns; [] if some have not recorded them."""
+    found = [getattr(turn, kind) for turn in block.turns if turn.side == side]
+    return [] if None in found else found
+
+
+def leaks(blocks: Sequence[Block], sides: Sequence[str]) -> Iterator[Leak]:
+    """Yield the leaks of the sides of these blocks: memory that grows steadily in each of them."""
+    if len(blocks) < MIN_BLOCKS:
+        return
+    for side in sides:
+        for kind in KINDS:
+            rates = [growth(block, side, kind) for block in blocks]
+            if all(rates):
+                yield Leak(side, kind, median(rates), len(blocks))
+
+
+def growth(block: Block, side: str, kind: str) -> float:
+    """Return by how many bytes per 100 steps a side's memory grew late in a block; 0 unless it grew
+    steadily: from each third of its turns to the next."""
+    found = in_turns(block, side, kind)
+    size = len(found) // 3
+    if len(found) < MIN_TURNS:
+        return 0.0
+    thirds = (found[-3 * size : -2 * size], found[-2 * size : -size], found[-size:])
+    first, second, third = (median(third) for third in thirds)
+    before, later = second - first, third - second
+    of_100_steps = 100 * later / (size * (LEAD_IN_STEPS + block.steps[side]))
+    is_steady = later >= LEAST_STEADINESS * before > 0
+    return of_100_steps if is_steady and of_100_steps >= LEAST_SHARE * third else 0.0
