@@ -227,7 +227,7 @@ def test_a_side_may_have_no_phases() -> None:
 def test_a_trainer_without_instruments_takes_turns() -> None:
     """It has no laps to tell, and no phases."""
     session = Mock(meter=Nothing(), progress=Mock(samples_seen=8))
-    client = take_turns.TrainerClient(Mock(), 3)
+    client = take_turns.TrainerClient(Mock(fileno=lambda: 0), 3)
     client.trained(session)
     client.trained(session)
     told = client.measured()
