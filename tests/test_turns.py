@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from launching import TRAINERS, marked, run
 from msgspec import structs
 from records import MadeUpBlocks, a_block, lines_of
@@ -127,6 +128,7 @@ class MadeUp(Scheduler):
     def __init__(self, paces: dict[str, float], *loads: float, **plan: Any) -> None:
         self.paces, self.loads, self.plan = paces, list(loads), Plan(**plan)
         self.steps = dict.fromkeys(paces, 1)
+        self.digests = list[tuple[str, int]]()  # turns whose end has one of weights
 
     def pace(self, side: Run) -> float:
         return self.paces[side.side]
@@ -135,6 +137,8 @@ class MadeUp(Scheduler):
         self, side: Run, round_: int, purpose: turns.Purpose = "speed", **how: bool
     ) -> Turn:
         load = self.loads.pop(0) if self.loads else 0.0
+        if how.get("digest"):
+            self.digests.append((side.side, round_))
         seconds = self.pace(side) * self.steps_of(side)
         return Turn(side.side, round_, seconds, 1.0, 1.0, load, purpose=purpose)
 
@@ -181,6 +185,14 @@ def test_disturbed_turns_are_taken_again_as_long_as_there_are_spare_ones(
         "round 1 of 2, 0 turns taken again, about 12 s more of this block",
         "round 2 of 2, 1 turns taken again, about 6 s more of this block",
     ]
+
+
+def test_digests_of_weights_are_of_equal_numbers_of_steps() -> None:
+    """Trainers' are of the last turn. Turns of scripts, of which one may be a trainer, differ in
+    their steps: theirs are of the warm-up."""
+    scheduler = MadeUp({"a": 1.0, "ddp-torchrun": 1.0})
+    scheduler.take_rounds([side("a"), trainer()], 2, print)
+    assert scheduler.digests == [("ddp-torchrun", 1)]
 
 
 def ranks(*each: tuple[float, float, float, str]) -> list[Rank]:
@@ -263,9 +275,10 @@ def test_a_warm_up_may_be_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
         progress=SimpleNamespace(samples_seen=8), meter=SimpleNamespace(clock=clock)
     )
     send(there, State.RUNNING, steps=2)
-    client.trained(session)
+    client.trained(session, torch.nn.Linear(2, 2))
     state, measured = receive(there)
     assert state == State.READY and "phases" not in measured
+    assert len(measured["weights"]) == 64
 
 
 # ------------------------------------------------------------------------------ what is started

@@ -30,9 +30,9 @@ ENDLESS_IMAGES = 1 << 22  # length of an epoch, so that no epoch ends in a turn
 
 class TrainerClient(Client):
     """A trainer's turns. They have images, phases and, if `digest` is set, the digest of the
-    trained weights; without `exchange` the gradients are not exchanged."""
+    trained weights, as the warm-up has; without `exchange` the gradients are not exchanged."""
 
-    exchange, digest = True, False
+    exchange, digest = True, True
     session: Any = None
     model: Any = None
 
