@@ -1,11 +1,18 @@
 """What is said of sides that are waited for, and of whom."""
 
+import re
+import signal
 from multiprocessing.connection import Pipe
+from types import SimpleNamespace
 
 import pytest
 
-from compare.for_scripts.comparison_side import State
+from compare.evidence.memory import Leak
+from compare.for_scripts.comparison_side import CLOSED, FORKED, State
+from compare.page.report import leak_text
+from compare.plan.environment import ROOT
 from compare.running.ranks import Lag, Rank, lag_of
+from compare.running.scheduler import Scheduler, ended_text
 
 STARTING, WARMING_UP, READY, RUNNING, PAUSED = (
     State.STARTING,
@@ -79,3 +86,31 @@ def test_waiting_ends_where_ranks_are_so_far_ahead_that_it_cannot_help(
     found, of_trainer = lag(*states), lag(*states, is_script=False)
     assert found and found.is_hopeless == is_hopeless
     assert of_trainer and not of_trainer.is_hopeless  # it calls step on all ranks
+
+
+def failure(code: int, *states: State) -> str:
+    """What is said of a script of such ranks, each after 31 steps, that ended with this code."""
+    there = [
+        Rank("mine", number, "a", "a", 2, Pipe()[0], state, steps=31)
+        for number, state in enumerate(states)
+    ]
+    scheduler = SimpleNamespace(
+        sides={"mine": SimpleNamespace(is_script=True)},
+        started={"mine": SimpleNamespace(returncode=code)},
+        of=lambda side: there,
+        ranks_of=lambda side: len(there),
+    )
+    if code < 0:
+        return ended_text("mine", code)
+    return ended_text("mine", code) + Scheduler.ended_early(scheduler, "mine")
+
+
+def test_the_docs_quote_what_is_said() -> None:
+    found = [lag(num_ranks=-1), lag(STARTING, None), lag(READY, STARTING), lag(RUNNING)]
+    said = [one.text for one in found if one]
+    said += [FORKED, CLOSED, failure(0, READY), failure(-signal.SIGKILL, READY)]
+    said.append(leak_text(Leak("mine", "memory_bytes", 2.1e6, 3)))
+    page = (ROOT / "docs/ab-tests.md").read_text().partition("## When something is wrong")[2]
+    quoted = re.findall(r"^\| `(?!run.py)([^`]*)` \|", page, re.MULTILINE)
+    assert len(quoted) == len(said)
+    assert [quote for quote in quoted if not any(quote in text for text in said)] == []

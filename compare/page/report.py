@@ -11,7 +11,7 @@ from typing import Any
 
 from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
-from compare.evidence.memory import KINDS, leaks
+from compare.evidence.memory import KINDS, Leak, leaks
 from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
@@ -459,9 +459,7 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         if block.other_load > block.quiet_cores
     ]
     found[LEAKS] += [
-        f"{place_text(*group.place)}: the {KINDS[leak.kind]} of {leak.side} grew by "
-        f"{three_digits(1e-6 * leak.bytes_per_100_steps)} MB in 100 steps, in each of "
-        f"{leak.blocks} blocks; if its training is to be long, look for a leak"
+        f"{place_text(*group.place)}: {leak_text(leak)}"
         for group in record.groups
         for leak in leaks(group.turns, [*record.configurations])
     ]
@@ -470,6 +468,15 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         for failure in record.earlier_failures
     ]
     return [(title, lines) for title, lines in found.items() if lines]
+
+
+def leak_text(leak: Leak) -> str:
+    """Return what the report says of memory that grows."""
+    grown = three_digits(1e-6 * leak.bytes_per_100_steps)
+    return (
+        f"the {KINDS[leak.kind]} of {leak.side} grew by {grown} MB in 100 steps, in each of "
+        f"{leak.blocks} blocks; before a long training, look for a leak"
+    )
 
 
 def doubtful_blocks(record: Record) -> Iterator[str]:

@@ -525,9 +525,7 @@ class Scheduler(Launches):
         """Return the error for a side that has ended, with the end of its output."""
         what = f"{side}: {what}"
         if (code := self.started[side].returncode) is not None:
-            what = f"{side} ended with exit code {code}"
-            if code < 0:
-                what = f"{side} was ended by signal {-code} ({signal.strsignal(-code)})"
+            what = ended_text(side, code)
         when = "" if self.on_turn in ("", side) else " while it was paused"
         # All of the output: the launcher may have written much after the error.
         output = (self.folder / side / SIDE_RUN.parent / "output.log").read_text(errors="replace")
@@ -551,6 +549,12 @@ class Scheduler(Launches):
         """Return the end of a side's output, and the path of all of it."""
         place = side / SIDE_RUN.parent
         return shown_tail(self.folder / place, kept=self.aside / place)
+
+
+def ended_text(side: str, code: int) -> str:
+    if code < 0:
+        return f"{side} was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"{side} ended with exit code {code}"
 
 
 def rank_of(
