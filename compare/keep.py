@@ -5,20 +5,23 @@
 
 Writes results/MACHINE/DATE-QUESTION/record.jsonl, from which compare/report.py and
 compare/predict.py read all that they need, and adds its SHA-256 to results/sha256sums.txt. The home
-directory becomes ~, and the project's own folder a dot, so each line's digest is computed anew.
+directory becomes ~, the project's own folder a dot, and the folder that a side's directory or its
+environment is in "...", so each line's digest is computed anew.
 """
 
 import json
+import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tyro.conf import Positional
 
-from compare.evidence.record import FILE, read_comparison, with_digests
+from compare.evidence.record import FILE, Record, read_comparison, with_digests
 from compare.evidence.words import without_paths
 from compare.plan.environment import ROOT
 from recipe.command import run_tool
@@ -52,8 +55,9 @@ def keep_comparison(
     target = results / machine / f"{record.plan.created_utc[:10]}-{question}"
     if target.exists():
         raise UserError(f"{target} exists: give another --question, or delete it")
+    places = places_of_sides(record)
     lines = [json.loads(line) for line in record.path.read_text().splitlines()]
-    text, head = with_digests(shortened(line) for line in lines)
+    text, head = with_digests(shortened(line, places) for line in lines)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".draft-") as workshop:
         draft = Path(workshop, target.name)
@@ -68,14 +72,29 @@ def keep_comparison(
     return 0
 
 
-def shortened(value: Any) -> Any:
-    """Return a JSON value with all its texts as on any machine."""
+def places_of_sides(record: Record) -> list[str]:
+    """Return the absolute folders that hold the folders and environments of a user's own scripts,
+    the longest first."""
+    folders = {os.path.abspath(own.directory) for own in record.plan.side.values() if own.directory}
+    for side in record.sides:
+        folders |= {os.path.dirname(side.environment.script or "")}
+        folders |= {os.path.dirname(os.path.dirname(side.environment.interpreter or ""))}
+        folders |= {*re.findall(r'\bPATH=(/[^:"]+)/bin\'?:"\$PATH"', side.command)}
+    places = {os.path.dirname(without_paths(path)) for path in folders}
+    return sorted((place for place in places if place not in ("", "/", "~", ".")), key=len)[::-1]
+
+
+def shortened(value: Any, places: Sequence[str]) -> Any:
+    """Return a JSON value with all its texts as on any machine, where sides were in `places`."""
     if isinstance(value, str):
-        return without_paths(value)
+        text = without_paths(value)
+        for place in places:
+            text = text.replace(f"{place}/", ".../")
+        return text
     if isinstance(value, list):
-        return [shortened(part) for part in value]
+        return [shortened(part, places) for part in value]
     if isinstance(value, dict):
-        return {without_paths(key): shortened(part) for key, part in value.items()}
+        return {shortened(key, places): shortened(part, places) for key, part in value.items()}
     return value
 
 

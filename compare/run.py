@@ -7,6 +7,8 @@
     python compare/run.py my-plan.toml --workers 4 --until-interval 1% --minutes 60
     python compare/run.py --workers 2 --configurations ddp-torchrun horovod-mpi horovod-gloo
     python compare/run.py tuning              which value of an engine's setting is fastest here
+    python compare/run.py --commits main HEAD -- torchrun --nproc-per-node 2 my_ddp.py
+                                              two commits of your own script (docs/ab-tests.md)
     python compare/run.py -- --data /data/imagenet --arch resnet50 --epochs 1
 
 Everything after `--` goes to both trainers unchanged; `-- --help` shows their flags. The same
@@ -27,11 +29,12 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import make_dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 from tyro.conf import Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -42,13 +45,16 @@ from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import (
     ALLOCATIONS,
+    COMMITS,
     most_on_a_host,
     path_from_here,
+    shell_line,
     shell_lines,
 )
 from compare.plan.plan import (
     FIELDS,
     KEYS,
+    OwnScript,
     Plan,
     Words,
     block_place,
@@ -61,6 +67,7 @@ from compare.plan.plan_file import (
     check_plan,
     flag_of,
     list_plans,
+    parse_goal,
     plan_differences,
     plan_record,
     read_plan_file,
@@ -70,6 +77,7 @@ from compare.plan.plan_file import (
 )
 from compare.running import checks
 from compare.running.checks import check_tools, missing_for
+from compare.running.commits import full_name, with_full_names, worktrees, worktrees_of
 from compare.running.comparison import (
     check_same_plan,
     is_finished,
@@ -82,7 +90,7 @@ from compare.running.comparison import (
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.scheduler import MeasurementError
 from recipe.command import call_tool, run_main
-from recipe.errors import UserError
+from recipe.errors import UserError, near_match
 from recipe.settings.config import PRESET_OF_OTHER_IMAGES, are_digits
 from recipe.settings.flags import given_flags
 
@@ -113,6 +121,10 @@ TASK = [
     ("list_plans", Annotated[bool, arg(help="show the ready plans, and nothing else")], False),
 ]  # fmt: skip
 PROCEDURE = [
+    ("commits", Annotated[tuple[str, ...] | None, arg(metavar="COMMIT COMMIT [...]", help="compare "
+     "commits of the git repository here: the command after the -- runs in a worktree of each, "
+     "which is removed at the end, as in --commits main HEAD -- torchrun --nproc-per-node 2 "
+     "my_ddp.py")], None),
     ("hostfile", Annotated[str | None, arg(metavar="FILE", help="hosts, in lines of the form 'name "
      "slots=N', in place of --hosts")], None),
     ("no_warm_up", Annotated[bool, arg(help="with --measure runs: leave out the short run of each "
@@ -135,25 +147,60 @@ def answer(argv: list[str]) -> int:
     if options.list_plans:
         print(list_plans())
         return 0
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
+    take_commits(options)
     take_default_plan(options)
-    plan = leave_out_missing(make_plan(options), options)
+    plan = with_full_names(leave_out_missing(make_plan(options), options))
+    if not worktrees_of(plan):
+        return compare(plan, options, argv)
+    with locked(COMMITS, "start this one in another folder"), worktrees(plan):
+        return compare(plan, options, argv)
+
+
+def compare(plan: Plan, options: SimpleNamespace, argv: list[str]) -> int:
+    """Run the plan, or show its commands, and return the exit code."""
     if not plan.side:
         check_trainers(plan)
-        check_tools(plan)
+    check_tools(plan)
     folder = choose_folder(plan, options)
     if options.dry_run:
         print("\n".join(dry_run_lines(plan, folder, not options.no_warm_up)))
         return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
-    with locked(folder):
+    with locked(folder, "start another comparison with --new"):
         try:
             return run_plan(plan, folder, options, argv)
         except KeyboardInterrupt:
             print("\nstopped: what was measured is kept. To go on where it stopped:")
             print(f"    {shlex.join(command_words(argv, folder))}")
             return 130
+
+
+def take_commits(options: SimpleNamespace) -> None:
+    """Make a side of each commit that --commits names, with the command after the dashes."""
+    if options.commits is None:
+        return
+    given, command = " ".join(["--commits", *options.commits]), options.arguments_after_dashes
+    if not command:
+        raise UserError(
+            f"{given}: give the command that each is to run, as in {given} -- torchrun "
+            "--nproc-per-node 2 my_ddp.py"
+        )
+    if len(options.commits) < 2 and not (options.plan or options.side or options.null):
+        raise UserError(f"{given}: name two commits, or give --null to compare one with itself")
+    names = dict[str, str]()
+    for commit in options.commits:
+        sha = full_name(commit)
+        if other := names.get(sha):
+            raise UserError(
+                f"{given}: {other} and {commit} are the same commit, {sha[:12]}; name another, or "
+                f"compare it with itself: --commits {commit} --null"
+            )
+        names[sha] = commit
+        name = re.sub(r"[^\w.-]", "-", commit, flags=re.ASCII).lstrip("-._") or sha[:12]
+        options.side += (f"{name}=commit={sha} {shlex.join(command)}",)
+    options.arguments_after_dashes = []
 
 
 def choose_folder(plan: Plan, options: SimpleNamespace) -> Path:
@@ -238,16 +285,16 @@ def leave_out_missing(plan: Plan, options: SimpleNamespace) -> Plan:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep a second run.py out of the folder; the lock ends with this process, however it ends."""
+def locked(folder: Path, instead: str) -> Iterator[None]:
+    """Keep a second run.py out of the folder; the lock ends with this process, however it ends.
+    `instead`: what its user can do rather than wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{folder} is being written by another run.py: wait for its end, or start another "
-                "comparison with --new"
+                f"{folder} is being written by another run.py: wait for its end, or {instead}"
             ) from None
         except OSError as error:
             print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run.py")
@@ -325,11 +372,14 @@ def print_outlook(plan: Plan, record: Record) -> None:
 def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
     """Return shell lines that do what run.py does; they can be pasted as they are."""
     runs = [*(plan.warm_up_runs() if with_warm_up else []), *plan.runs()]
-    lines = [shlex.join(run.command((folder / run.folder).parent)) for run in runs]
+    lines = [shlex.join(["git", "-C", at, *words]) for at, words in worktrees_of(plan).values()]
+    lines += [shell_line(run.command((folder / run.folder).parent)) for run in runs]
     if plan.measure == "turns" and plan.pairs():
+        if plan.side:  # which may run elsewhere
+            folder = folder.absolute()
         lines.append("# then, in each block of turns, these at once:")
         lines += [
-            f"#   {shlex.join(run.command(folder / block_place(case, workers, 1)))}"
+            f"#   {shell_line(run.command(folder / block_place(case, workers, 1)))}"
             for case, workers in plan.groups()
             for run in plan.in_order(1, case, workers)
         ]
@@ -391,13 +441,13 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
             part = PrimitiveConstructorSpec(
                 nargs=1,
                 metavar=word,
-                instance_from_str=partial(parse_named_value, key),
+                instance_from_str=itemgetter(0),
                 is_instance=bool,
                 str_from_instance=list,  # of defaults, which there are none of
             )
             kinds: dict[Any, tuple[Any, Any, str | None]] = {
                 bool: (bool | None, None, None),
-                dict: (UseAppendAction[tuple[Annotated[Any, part], ...]], (), word),
+                dict: (UseAppendAction[tuple[Annotated[str, part], ...]], (), word),
                 tuple: (tuple[str, ...] | None, None, f"{word} [{word} ...]"),
                 typing.Literal: (given | None, None, None),
             }
@@ -412,15 +462,25 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
     return SimpleNamespace(**options, arguments_after_dashes=trainer)
 
 
-def parse_named_value(key: str, texts: Sequence[str]) -> tuple[str, Any]:
+NAMED = ("configuration", "case", "side", "goals", "margins")
+# What may stand before the command of a script, beside its variables.
+KEYS_OF_SCRIPTS = [field.name for field in fields(OwnScript) if field.type is str]
+
+
+def parse_named_value(key: str, text: str) -> tuple[str, Any]:
     """Read what a flag says of a thing with a name: `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a
-    configuration; `NAME=[VARIABLE=VALUE ...] command`, a script of a user's own;
-    `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin."""
-    if key in ("goals", "margins"):
-        pair, _, value = texts[0].rpartition("=")
+    configuration; `NAME=[KEY=VALUE ...] [VARIABLE=VALUE ...] command`, a script of a user's own;
+    `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin. UserError if it is wrong."""
+    if key == "goals":
+        return parse_goal(text)
+    if key == "margins":
+        pair, _, value = text.rpartition("=")
         return pair, value
-    name, _, rest = texts[0].partition("=")
-    words, variables = shlex.split(rest), dict[str, str]()
+    name, _, rest = text.partition("=")
+    try:
+        words, variables = shlex.split(rest), dict[str, str]()
+    except ValueError as error:
+        raise UserError(f"{flag_of(FIELD_OF[key])} {text}: {error}; quote as in a shell") from None
     if key == "case":
         return name, {"flags": words}
     base = words.pop(0) if key == "configuration" and words else ""
@@ -429,21 +489,26 @@ def parse_named_value(key: str, texts: Sequence[str]) -> tuple[str, Any]:
         del words[0]
     if key == "configuration":
         return name, {"base": base, "flags": words, "environment": variables}
-    return name, {"command": words, "environment": variables}
-
-
-NAMED = ("configuration", "case", "side", "goals", "margins")
+    settings = {word: variables.pop(word) for word in KEYS_OF_SCRIPTS if word in variables}
+    for word in filter(str.islower, variables):
+        raise UserError(
+            f"--side {name}: {word}={variables[word]}: there is no key {word}; "
+            f"{near_match(word, KEYS_OF_SCRIPTS)} To set a variable with a small name, begin the "
+            f"command with `env {word}=...`"
+        )
+    return name, {"command": words, "environment": variables, **settings}
 
 
 def given_table(options: SimpleNamespace) -> dict[str, Any]:
     """Return what the flags say about the plan, by the keys of a plan file."""
     given = ((key, getattr(options, key, None)) for key in KEYS)
     table = {key: value for key, value in given if value not in (None, ())}
-    for key in NAMED:
-        names = [name for name, _ in table.get(key, ())]
+    for key in table.keys() & {*NAMED}:
+        pairs = [parse_named_value(key, text) for text in table[key]]
+        names = [name for name, _ in pairs]
         for name in {name for name in names if names.count(name) > 1}:
             raise UserError(f"{flag_of(FIELD_OF[key])} {name}: is given twice; name each once")
-    table |= {key: dict(table[key]) for key in NAMED if key in table}
+        table[key] = dict(pairs)
     if "pairs" in table:
         table["pairs"] = [text.split(":") for text in table["pairs"]]
     take_hostfile(table)

@@ -232,6 +232,14 @@ def test_flags_win_over_the_file(here):
             ["there is no key copies"],
         ),
         ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
+        ("[goals]\n'a:b' = 'x'", ["goals = {'a:b': 'x'}: expected `float`, got `str`"]),
+        ("workers = [4]\n[side.a]\ncommand = 'a'", ["workers = [4]: is for this project's"]),
+        ("flags = '--lr 1'\n[side.a]\ncommand = 'a'", ['flags = "--lr 1": is', "write {flags}"]),
+        ("no_phases = true\n[side.a]\ncommand = 'a'", ["no_phases = true: is for this"]),
+        (
+            "[side.a]\ncommand = 'a'\n[configuration.x]\nbase = 'ddp-torchrun'",
+            ["[configuration.x]: is for this project's trainers"],
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_one_message_with_file_and_key(here, capsys, text, words):
@@ -413,7 +421,10 @@ def test_a_server_that_gets_no_slot_here_makes_its_run_leave_this_host():
             ["--configurations", "ddp-torchrun", "horovod-mpi", "--goals", "ddp-torchrun:c=1"],
             ["--goals ddp-torchrun:c: c: there is no such name"],
         ),
-        (["--goals", "ddp-torchrun=fast"], ["expected `float`, got `str`"]),
+        (["--goals", "ddp-torchrun=fast"], ["--goals ddp-torchrun=fast: 'fast' is no"]),
+        (["--goals", "a:b>=1.02"], ["--goals a:b>=1.02: a goal is the least", "in a:b=1.02"]),
+        (["--goals", "a:b<=1"], ["--goals a:b<=1: a goal is the least ratio", "SECOND:FIRST=0.98"]),
+        (["--goals", "ddp-gloo=-3"], ["--goals ddp-gloo=-3: give a number above 0"]),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_one_message(words, told, here, capfd):

@@ -4,6 +4,8 @@ commands."""
 from dataclasses import dataclass, field
 from typing import Any
 
+from compare.plan.environment import place_of, search_path
+
 # Variables that make Gloo, NCCL and Open MPI use one network interface.
 INTERFACE_VARIABLES = (
     "GLOO_SOCKET_IFNAME",
@@ -75,6 +77,10 @@ class Configuration:
     environment: dict[str, str] = field(default_factory=dict)
     interface: str | None = None  # of the network between hosts; None: the launcher finds one
     command: tuple[str, ...] = ()  # of a user's own script; empty: it starts a trainer
+    # Of a user's own script: OwnScript says what they mean.
+    directory: str = ""
+    commit: str = ""
+    python: str = ""
 
     @property
     def trained_by(self) -> Engine:
@@ -94,8 +100,16 @@ class Configuration:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that this configuration adds to the user's."""
-        network = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
-        return network | self.environment
+        variables = dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
+        variables |= self.environment
+        if self.python:
+            variables["PATH"] = search_path(self.python, self.environment.get("PATH"))
+        return variables
+
+    @property
+    def place(self) -> str:
+        """The folder in which the command of a user's own script runs; "": where run.py does."""
+        return place_of(self.directory, self.commit)
 
     @property
     def assignments(self) -> list[str]:

@@ -14,6 +14,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from recipe.world import tasks_per_node
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("recipe", "baselines", "*_train")  # patterns of the folders that hold training code
+COMMITS = Path("runs/commits")  # of the worktrees of sides that run a commit
 # The trainers set their threads by one rule. Of all launchers, torchrun alone overwrites a value
 # left over from the shell, so with one the two engines would not run under equal conditions.
 REMOVED_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -36,10 +38,9 @@ def run_environment() -> dict[str, str]:
 
 def set_variables() -> dict[str, str]:
     """Return the variables that are set for every run, whatever their values in the shell."""
-    here = str(Path(sys.executable).parent)
     variables = {
         # The launchers start `python`, `mpirun` and `orted` by name.
-        "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)]),
+        "PATH": search_path(sys.executable),
         "PYTHONUNBUFFERED": "1",
         MPIRUN_VARIABLE: ssh_flags(),
         "PET_LOG_DIR": os.devnull,  # torchrun would leave an empty folder in TMPDIR
@@ -47,6 +48,30 @@ def set_variables() -> dict[str, str]:
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers and CI
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return variables
+
+
+def search_path(python: str, after: str | None = None) -> str:
+    """Return the PATH on which the programs of an interpreter's environment come first. `after`:
+    the folders after it (None: those of this process)."""
+    own = os.path.dirname(os.path.abspath(os.path.expanduser(python)))
+    return os.pathsep.join([own, path_here() if after is None else after])
+
+
+def path_here() -> str:
+    """Return the PATH of this process."""
+    return os.environ.get("PATH", os.defpath)
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """Return a command as a line for a shell. A PATH that ends with this process's ends with $PATH
+    there, which is short, and right in other shells."""
+    after = os.pathsep + path_here()
+    return " ".join(
+        f'{shlex.quote(word.removesuffix(after))}:"$PATH"'
+        if word.startswith("PATH=") and word.endswith(after)
+        else shlex.quote(word)
+        for word in words
+    )
 
 
 def shell_lines() -> list[str]:
@@ -82,6 +107,18 @@ def path_from_here(name: str) -> str:
     """Return the path of a file of this project as a person would type it in the current folder."""
     path = ROOT / name
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def place_of(directory: str, commit: str) -> str:
+    """Return the folder in which the command of a user's own script runs; "": where run.py does.
+    With a commit it is the same folder, as that is in a worktree of the commit. A worktree has its
+    commit's name, so that a comparison finds it again."""
+    folder = os.path.expanduser(directory)
+    if not commit:
+        return folder
+    here = Path(folder).resolve()
+    root = next((path for path in (here, *here.parents) if (path / ".git").exists()), here)
+    return str(COMMITS / commit[:12] / here.relative_to(root))
 
 
 # Hosts

@@ -24,6 +24,9 @@ compare/for_scripts/comparison_side.py:
     [side.mine]
     command = "torchrun --nproc-per-node 2 my_ddp.py {flags}"    # the plan's flags
     environment = { OMP_NUM_THREADS = "1" }
+    directory = "../worktree"                     # where the command runs
+    commit = "v1.0"                               # or in a worktree of a commit, made for it
+    python = "../venv/bin/python"                 # whose environment comes first on PATH
 
     [goals]
     "mine:theirs" = 0.98                          # the speed ratio to reach
@@ -50,7 +53,7 @@ from compare.plan.configurations import (
     SCRIPT,
     Configuration,
 )
-from compare.plan.environment import ALLOCATIONS, is_only_here, path_from_here
+from compare.plan.environment import ALLOCATIONS, is_only_here, path_from_here, place_of
 from compare.plan.launchers import launch_words
 from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole
@@ -119,10 +122,19 @@ class Case(Struct, frozen=True, forbid_unknown_fields=True):
 
 class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
     """A user's own script: the command that starts all its ranks, and its environment variables.
-    In the command {flags} stands for the plan's flags, {folder} for a folder to write to."""
+    In the command {flags} stands for the plan's flags, {folder} for a folder to write to. Relative
+    paths are seen from the folder in which run.py is started."""
 
     command: Words
     environment: dict[str, str] = {}
+    directory: str = ""  # in which the command runs; "": where run.py does
+    commit: str = ""  # of the directory's repository: a worktree of it replaces the directory
+    python: str = ""  # an interpreter; the programs beside it come first on PATH
+
+    @property
+    def place(self) -> str:
+        """The folder in which the command runs; "": where run.py does."""
+        return place_of(self.directory, self.commit)
 
     def with_flags(self, flags: Sequence[str]) -> tuple[str, ...]:
         """Return the command with the plan's flags in the place of {flags}."""
@@ -236,7 +248,8 @@ class Run:
         configuration = self.configuration
         if configuration.command:
             words = [word.replace("{folder}", str(log_dir)) for word in configuration.command]
-            return ["env", *configuration.assignments, *words]
+            where = ["-C", configuration.place] if configuration.place else []
+            return ["env", *where, *configuration.assignments, *words]
         seed = [] if self.seed is None else ["--seed", str(self.seed)]
         return [
             *launch_words(configuration, self.workers, self.hosts),
@@ -306,8 +319,10 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "compare scripts of your own instead of configurations: one --side for each script, "
             "with the command that starts its ranks, as in --side 'mine=torchrun --nproc-per-node "
             "2 my_ddp.py'. The scripts import comparison_side.py (docs/ab-tests.md); {flags} in a "
-            "command stands for the flags after the --",
-            "'NAME=[VARIABLE=VALUE ...] command'",
+            "command stands for the flags after the --. Before the command also directory=DIR, "
+            "where it runs; commit=COMMIT, to run a commit of the repository there; python=FILE, "
+            "the interpreter of its environment",
+            "'NAME=[KEY=VALUE ...] [VARIABLE=VALUE ...] command'",
             identifies=True,
         ),
     ] = {}
@@ -532,6 +547,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                     SCRIPT,
                     environment=own.environment,
                     command=own.with_flags(self.trainer_arguments),
+                    directory=own.directory,
+                    commit=own.commit,
+                    python=own.python,
                 )
                 for name, own in self.side.items()
             }

@@ -3,6 +3,7 @@ repeated. Also the checks of a plan, and the differences between two plans."""
 
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from msgspec import Meta, Struct
 from compare.plan.blocks import RUN_MARK
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import (
+    COMMITS,
     REMOVED_VARIABLES,
     ROOT,
     read_hostfile,
@@ -33,6 +35,7 @@ from compare.plan.plan import (
     FIELDS,
     KEYS,
     RESERVED_FLAGS,
+    OwnScript,
     Plan,
     decode,
     meta_of,
@@ -50,7 +53,7 @@ else:
 T = TypeVar("T")
 PLANS = ROOT / "compare/plans"
 # Keys of a configuration, case or side.
-KEYS_OF_PARTS = ("base", "flags", "environment", "command")
+KEYS_OF_PARTS = ("base", "flags", *OwnScript.__struct_fields__)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Trainer flags that are refused in strong scaling, and why.
 OF_GLOBAL_BATCH = {
@@ -96,6 +99,9 @@ def explanation(message: str, table: dict[str, Any]) -> str:
         what = f"there is no key {unknown[1]}; {near_match(unknown[1], [*KEYS, *KEYS_OF_PARTS])}"
     if "matching regex" in what:
         what = "holds a control character"
+    part = table.get(place.removesuffix("[...]"))
+    if isinstance(part, dict) and not any(isinstance(value, dict) for value in part.values()):
+        return f"{place.removesuffix('[...]')} = {part}: {what}"
     if not place or "..." in place:  # msgspec does not name the part of the table
         return f"{place}: {what}".removeprefix(": ")
     value: Any = table
@@ -120,10 +126,10 @@ def read_plan_file(name: str) -> dict[str, Any]:
         else:
             table = tomllib.loads(text)
         take_hostfile(table)
-        for key in ("configuration", "side"):
+        for key in ("side", "configuration"):
             if "configurations" not in table and key in table:
                 table["configurations"] = list(table[key])
-        check_plan(typed(table, Plan))
+        check_plan(typed(table, Plan), in_file=True)
     except (OSError, ValueError, LookupError) as error:
         raise UserError(f"{path}: {error}") from None
     shown = path.relative_to(ROOT) if path.parent == PLANS else path
@@ -184,6 +190,28 @@ def plan_table(plan: Any) -> dict[str, Any]:
     return {key: values[key] for key in keys if values[key] != default[key] or key in ALWAYS_SAID}
 
 
+def parse_goal(text: str) -> tuple[str, float]:
+    """Read a goal as a flag gives it, `FIRST:SECOND=RATIO` or `SIDE=SPEED`; raises UserError."""
+    name, sign, value = re.findall(r"^([^=<>]*)([=<>]*)(.*)", text)[0]
+    if "<" in sign:
+        raise UserError(
+            f"--goals {text}: a goal is the least ratio that reaches it; turn the pair around, as "
+            "in SECOND:FIRST=0.98"
+        )
+    if sign != "=":
+        raise UserError(
+            f"--goals {text}: a goal is the least value that reaches it, and is written with =, as "
+            f"in {name or 'FIRST:SECOND'}={value or 0.98}"
+        )
+    try:
+        return name, float(value)
+    except ValueError:
+        raise UserError(
+            f"--goals {text}: {value!r} is no number; give a ratio, as in FIRST:SECOND=0.98, or a "
+            "speed, as in SIDE=3200"
+        ) from None
+
+
 def split_words_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the words before the first `--`, which are the command's own, and the words after it,
     which are for the trainers."""
@@ -197,13 +225,14 @@ def check_known(what: str, name: str, known: Collection[str]) -> None:
         raise UserError(f"{what} {name}: there is no such name; {near_match(name, known)}")
 
 
-def check_plan(plan: Plan) -> None:
-    """Raise UserError if the plan is invalid. Later checks may rely on earlier ones."""
+def check_plan(plan: Plan, in_file: bool = False) -> None:
+    """Raise UserError if the plan is invalid. Later checks may rely on earlier ones. `in_file`: the
+    plan is a plan file's, and not yet changed by flags."""
     check_names(plan)
     check_trainer_flags(plan)
     check_measuring(plan)
     if plan.side:
-        check_scripts(plan)
+        check_scripts(plan, in_file)
     else:
         check_hosts(plan)
 
@@ -227,6 +256,8 @@ def check_names(plan: Plan) -> None:
         names = key.split(":", 1)
         for name in names:
             check_known(f"--goals {key}:", name, plan.configurations)
+        if not 0 < plan.goals[key] < math.inf:
+            raise UserError(f"--goals {key}={plan.goals[key]:g}: give a number above 0")
         if len(set(names)) < len(names):
             raise UserError(f"--goals {key}: name two sides, or one side for its own speed")
         if plan.null:
@@ -294,7 +325,20 @@ def check_sides(plan: Plan) -> None:
             )
 
 
-def check_scripts(plan: Plan) -> None:
+def as_written(name: str, value: Any, in_file: bool) -> str:
+    """Return a field of a plan with its value as its user wrote them."""
+    field = FIELD_OF[name]
+    if name == "trainer_arguments":
+        return f'flags = "{shlex.join(value)}"' if in_file else f"-- {shlex.join(value)}"
+    if in_file and isinstance(value, dict):
+        return ", ".join(f"[{field.encode_name}.{part}]" for part in value)
+    if in_file:
+        return f"{field.encode_name} = {json.dumps(value)}"
+    words = value if isinstance(value, tuple | dict) else () if value is True else (value,)
+    return " ".join([flag_of(field), *map(str, words)])
+
+
+def check_scripts(plan: Plan, in_file: bool) -> None:
     """Check a plan that compares a user's own scripts: it must give no settings of trainers."""
     default, takes_flags = Plan(), any("{flags}" in side.command for side in plan.side.values())
     for name, side in plan.side.items():
@@ -309,9 +353,13 @@ def check_scripts(plan: Plan) -> None:
     for name in OF_TRAINERS:
         given = None if name == "trainer_arguments" and takes_flags else getattr(plan, name)
         if given not in (None, getattr(default, name)):
+            remedy = (
+                "write {flags} in a command to say where they belong"
+                if name == "trainer_arguments"
+                else "leave it out. Your script's flags and number of workers belong in its command"
+            )
             raise UserError(
-                f"{flag_of(FIELD_OF[name])} {given}: is for this project's trainers; leave it out. "
-                "Your script's flags and number of workers belong in its command"
+                f"{as_written(name, given, in_file)}: is for this project's trainers; {remedy}"
             )
     if len(plan.side) < 2 and not plan.null:
         raise UserError(f"--side {next(iter(plan.side))}: a comparison needs two --side, or --null")
@@ -380,23 +428,27 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
 
 
 def scripts_sha256(plan: Plan) -> dict[str, str]:
-    """Return the digest of each file that the commands of a user's own scripts name. The modules
-    that these files import are not covered."""
+    """Return the digest of each file that the commands of a user's own scripts name, by its path
+    from here. The modules that these files import are not covered."""
     digests = dict[str, str]()
-    for word in dict.fromkeys(word for side in plan.side.values() for word in side.command):
+    for name in dict.fromkeys(
+        os.path.join(side.place, word) for side in plan.side.values() for word in side.command
+    ):
         with suppress(OSError):  # too long for a path, or not readable
-            if Path(word).is_file() and Path(word).stat().st_size <= MOST_SCRIPT_BYTES:
-                digests[word] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
+            if Path(name).is_file() and Path(name).stat().st_size <= MOST_SCRIPT_BYTES:
+                digests[name] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
     return digests
 
 
 def sources_sha256(plan: Plan) -> str:
     """Return the digest of all sources that are measured: the trainers', or those of a user's
-    scripts, plus the trainers' if a script belongs to this project and may start a trainer."""
+    scripts, plus the trainers' if a script belongs to this project and may start a trainer. A
+    script of a commit starts that commit's, which stay the same."""
     if not plan.side:
         return trainers_sha256()
     scripts = scripts_sha256(plan)
-    is_ours = any(Path(name).resolve().is_relative_to(ROOT) for name in scripts)
+    files = (Path(name) for name in scripts if not Path(name).is_relative_to(COMMITS))
+    is_ours = any(file.resolve().is_relative_to(ROOT) for file in files)
     digests = {**scripts, "trainers": trainers_sha256() if is_ours else ""}
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_interface
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -33,7 +34,7 @@ import pynvml
 
 from compare.evidence.turns import quiet_load
 from compare.evidence.words import count
-from compare.plan.configurations import Configuration
+from compare.plan.configurations import ENGINES, Configuration
 from compare.plan.environment import (
     REMOVED_VARIABLES,
     is_here,
@@ -60,6 +61,7 @@ OWN_NAME = "own name"  # a key of `addresses`, beside the interfaces
 CPUS = Path("/sys/devices/system/cpu")
 BUILD = "python horovod_train/build_horovod.py"
 NO_HOROVOD = f"Horovod is not installed in this environment. Build it with\n    {BUILD}"
+TRAINERS = {engine.trainer for engine in ENGINES.values()}
 HOROVOD_FACTS = (
     "import json, horovod, horovod.torch as hvd; print(json.dumps({'version': horovod.__version__, "
     "'MPI': hvd.mpi_built(), 'Gloo': hvd.gloo_built(), 'NCCL': bool(hvd.nccl_built())}))"
@@ -411,11 +413,67 @@ def missing_for(
 
 def check_tools(plan: Plan) -> None:
     """Raise UserError if something that the plan starts is not installed."""
+    if plan.side:
+        for name in plan.configurations:
+            check_script(plan.known()[name])
+        return
     workers = max(plan.workers)
     missing = {member.name: missing_for(member, workers, plan.hosts) for member in plan.members()}
     for reason in filter(None, missing.values()):
         instead = " ".join(name for name in missing if not missing[name]) or "ddp-torchrun"
         raise UserError(f"{reason}\nor leave it out: --configurations {instead}")
+
+
+def check_script(side: Configuration) -> None:
+    """Raise UserError if the folder, the interpreter or a program that a user's own script needs is
+    not there, or if its command starts a trainer of this project."""
+    if not Path(side.place or ".").is_dir():
+        where = f"in commit {side.commit[:12]}" if side.commit else f"seen from {Path.cwd()}"
+        raise UserError(f"side {side.name}: there is no folder {side.directory or '.'}, {where}")
+    words = list(dropwhile(re.compile(r"\w+=").match, side.command))
+    before = list(takewhile(lambda word: not word.endswith(".py"), words))
+    check_programs(side, [*words[:1], *(word for word in before if word in START_COMMANDS)])
+    for word in words[len(before) : len(before) + 1]:
+        script = Path(side.place, word).resolve()
+        name = "/".join(script.parts[-2:])
+        if name in TRAINERS and (script.parents[1] / "compare/run.py").exists():
+            raise UserError(
+                f"side {side.name}: {name} is a trainer of this project, which reports no steps "
+                "when it is started so. To compare engines or their settings, give "
+                f"--configurations, or --define '{side.name}=ddp-torchrun FLAGS'. To compare it "
+                f"with a script of yours, start it as benchmarks/programs/trainer.py {name}"
+            )
+
+
+def check_programs(side: Configuration, programs: Iterable[str]) -> None:
+    """Raise UserError if a side's interpreter or one of these programs is not there, or is not of
+    the interpreter's environment."""
+    path = side.variables.get("PATH", set_variables()["PATH"])
+    python = Path(os.path.abspath(os.path.expanduser(side.python)))
+    if side.python and not (python.is_file() and os.access(python, os.X_OK)):
+        what = "a folder" if python.is_dir() else "no interpreter"
+        raise UserError(
+            f"side {side.name}: python {side.python}: is {what}; give an environment's bin/python"
+        )
+    for word in programs:
+        found = shutil.which(str(Path(side.place, word)) if "/" in word else word, path=path)
+        comes = START_COMMANDS[word].comes_with.partition(";")[0] if word in START_COMMANDS else ""
+        is_of_python = word.startswith("python") or word in ("torchrun", "horovodrun")
+        if side.python and is_of_python and (not found or Path(found).parent != python.parent):
+            raise UserError(
+                f"side {side.name}: there is no {word} beside {side.python}"
+                + (f"; {comes}" if comes else "")
+            )
+        if found is None:
+            raise UserError(
+                f"side {side.name}: its command needs {word}, which is not on its PATH"
+                + (f" ({comes})" if comes else "")
+            )
+        if side.python and word == "python" and not python.samefile(found):
+            raise UserError(
+                f"side {side.name}: python {side.python}: `python` in that folder is another "
+                f"interpreter; write {python.name} in the command"
+            )
 
 
 def warn(plan: Plan, folder: Path) -> list[str]:

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import psutil
 
 from compare.for_scripts.comparison_side import busy_cpu_seconds
 from compare.plan.blocks import FORK_SERVERS, RUN_MARK
-from compare.plan.environment import path_from_here, run_environment
+from compare.plan.environment import path_from_here, run_environment, shell_line
 from compare.plan.launchers import has_daemons, pass_on
 from compare.plan.plan import Outcome, Run, Status
 from recipe.errors import UserError
@@ -150,7 +149,7 @@ class Launches:
         variables: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own; write its words and its output to `folder`."""
-        (folder / "command.txt").write_bytes(os.fsencode(shlex.join(command) + "\n"))
+        (folder / "command.txt").write_bytes(os.fsencode(shell_line(command) + "\n"))
         with (folder / "output.log").open("wb") as log:
             launcher = subprocess.Popen(
                 command,

@@ -20,7 +20,6 @@ import contextlib
 import math
 import os
 import secrets
-import shlex
 import signal
 import socket
 import struct
@@ -55,7 +54,7 @@ from compare.for_scripts.comparison_side import (
     send,
 )
 from compare.plan.blocks import RUN_MARK
-from compare.plan.environment import ROOT, path_from_here
+from compare.plan.environment import ROOT, path_from_here, shell_line
 from compare.plan.launchers import START_COMMANDS, has_daemons, pass_on
 from compare.plan.plan import SIDE_RUN, Plan, Run
 from compare.running.checks import visible_gpus
@@ -183,7 +182,7 @@ def run_blocks(
 def side_line(side: Run, folder: Path, of_scripts: dict[str, dict[str, Any]]) -> SideLine:
     """Return what the record is to hold of a side: of a trainer, what it wrote into its folder; of
     a user's own script, which writes none, the environment that it reported."""
-    command = shlex.join(side.command(Path("runs/by-hand"), "run"))
+    command = shell_line(side.command(Path("runs/by-hand"), "run"))
     if side.is_script:
         environment = of_scripts[side.side]
         return SideLine(command=command, settings=NO_SETTINGS, environment=environment)
@@ -677,7 +676,8 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
             for word in command
         ]
     if is_over_hosts(side):
-        command = pass_on(command, [RUN_MARK, *variables])
+        of_side = side.configuration.variables if side.is_script else ()
+        command = pass_on(command, [RUN_MARK, *variables, *of_side])
     return launches.launch(command, folder, variables)
 
 
