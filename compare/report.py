@@ -44,7 +44,7 @@ def report(
 
     Args:
         comparisons: Comparisons' folders (default: the newest one under runs/).
-        markdown: Print table and verdicts as Markdown, for an issue.
+        markdown: Print table and verdicts as Markdown, for an issue or a pull request.
         csv: Print one line per run, columns named with their units.
         json: Print all of the report and every run's figures.
         html: The page (default: report.html in the folder, for one comparison in no other form).
