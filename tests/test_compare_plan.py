@@ -22,7 +22,7 @@ from making import write_program
 from compare import run as run_module
 from compare.evidence.record import Record
 from compare.plan.blocks import balanced
-from compare.plan.configurations import CONFIGURATIONS
+from compare.plan.configurations import CONFIGURATIONS, ENGINES
 from compare.plan.environment import (
     ROOT,
     is_here,
@@ -252,9 +252,10 @@ def test_what_is_wrong_in_a_file_is_one_message_with_file_and_key(here, capsys, 
 
 
 READY = sorted(path.stem for path in PLANS.glob("*.toml"))
+OF_SIDES = [name for name in READY if "[side." in (PLANS / f"{name}.toml").read_text()]
 
 
-@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("name", sorted({*READY} - {*OF_SIDES}))
 def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
     plan = plan_of(name)
     assert plan.question and plan.question.endswith("?")
@@ -270,6 +271,21 @@ def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
         world = World(0, run.workers, 0, run.workers, "torchrun", "here")
         config = parse_args(run.configuration.engine, world, flags)  # ends the process if wrong
         assert config.name == run.name and config.keep_checkpoints == 0
+
+
+@pytest.mark.parametrize("name", OF_SIDES)
+def test_the_sides_of_a_ready_plan_train_alike(here, name):
+    """Those of a pair have the same command, and their trainers take its flags."""
+    plan = plan_of(name)
+    assert plan.question and plan.question.endswith("?")
+    trainers = {engine.trainer: name for name, engine in ENGINES.items()}
+    commands = {side.name: list(side.command) for side in plan.members()}
+    for words in commands.values():
+        at = words.index("benchmarks/programs/trainer.py") + 1
+        ranks = int(words[words.index("-np") + 1])
+        world = World(0, ranks, 0, ranks, "mpirun", "here")
+        parse_args(trainers[words[at]], world, words[at + 1 :])  # ends the process if wrong
+    assert all(commands[first] == commands[second] for first, second in plan.pairs())
 
 
 @pytest.mark.parametrize(

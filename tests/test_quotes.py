@@ -39,6 +39,7 @@ QUOTE = re.compile(
 )
 INTERVAL = re.compile(r"\d\.\d+ to \d\.\d+(?! %)")
 PICTURED = "xeon-amx-2-cores/2026-11-25-stock-1"
+PICTURES = {"verdict.svg": PICTURED}  # of docs/, each with its record
 Figures = tuple[float, float, float]  # a ratio and the ends of its interval
 
 
@@ -340,8 +341,11 @@ def test_the_ladders_figures_are_those_of_its_record() -> None:
         assert all(re.search(rf"\| +{cell} ", text) for cell in others), others
 
 
-def test_the_picture_of_the_readme_is_of_its_record() -> None:
-    picture = (ROOT / "docs/verdict.svg").read_text()
-    for verdict in report_of(PICTURED).verdicts:
-        assert verdict.speed
-        assert f"{ratio_text(verdict.speed)}, {interval_text(verdict.speed)}" in picture
+def test_pictures_are_of_their_records() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert {*re.findall(r"!\[.*?\]\(docs/(.*?)\)", readme)} == {*PICTURES}
+    for name, record in PICTURES.items():
+        picture = (ROOT / "docs" / name).read_text()
+        for verdict in report_of(record).verdicts:
+            assert verdict.speed
+            assert f"{ratio_text(verdict.speed)}, {interval_text(verdict.speed)}" in picture
