@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import Mock, patch
 
+import needs
 import pytest
 import torch
 from launching import SMALL, change_on_rank, launch, rarely
@@ -397,6 +398,7 @@ def test_close_formats_are_measured_longer() -> None:
 
 def test_each_format_is_known_to_both_engines() -> None:
     """A format that is only in the table would be an error, not silently fp32."""
+    pytest.importorskip("horovod", reason=needs.HOROVOD)
     from ddp_train.buckets import HOOKS
     from horovod_train.engine import COMPRESSION
 
