@@ -340,8 +340,8 @@ def two_commits(tmp_path):
 def test_two_sides_that_would_run_one_commits_package_are_refused(
     two_commits, compare_scripts, tmp_path, monkeypatch
 ):
-    """As if it was installed from there by pip install -e. Either side may ask for it by its own
-    PYTHONPATH."""
+    """As if it was installed from there by pip install -e, or by one PYTHONPATH for both. A side's
+    own PYTHONPATH may lead to a work tree that is no side's."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "new/src"))
     old, new = two_commits["old"], two_commits["new"]
     imported = f"env -C {tmp_path}/old {sys.executable} -m lib.train"
@@ -351,8 +351,13 @@ def test_two_sides_that_would_run_one_commits_package_are_refused(
         assert code == 1
         assert f"failed: old imports lib from {tmp_path}/new/src, another work tree" in told
         assert f": set PYTHONPATH={tmp_path}/old/src for it, or " in told
-    old = f"PYTHONPATH={tmp_path}/new/src {old}"
-    code, told = compare_scripts(f"old={old}", f"new={new}", more=("--out", "asked"))
+    shared = [
+        f"{name}=PYTHONPATH={tmp_path}/new/src {two_commits[name]}" for name in ("old", "new")
+    ]
+    code, told = compare_scripts(*shared, more=("--out", "shared"))
+    assert code == 1 and "failed: old imports lib from" in told
+    third = f"third=PYTHONPATH={tmp_path}/main/src {two_commits['old']}"  # of no side
+    code, told = compare_scripts(third, f"new={new}", more=("--out", "asked"))
     assert code == 0, told
     monkeypatch.delenv("PYTHONPATH")
     for name in ("old", "new"):  # one script in two environments, each with its own library
@@ -362,6 +367,40 @@ def test_two_sides_that_would_run_one_commits_package_are_refused(
     old, new = (f"{name}=PYTHONPATH={name}-env {new}" for name in ("old", "new"))
     code, told = compare_scripts(old, new, more=("--out", "environments"))
     assert code == 0, told
+
+
+def test_two_clones_that_would_run_one_package_are_refused(
+    two_commits, compare_scripts, tmp_path, monkeypatch
+):
+    for name in ("first", "second"):
+        git(tmp_path, "clone", "--quiet", "main", name)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "first/src"))
+    sides = [f"{name}={sys.executable} {name}/train.py" for name in ("first", "second")]
+    code, told = compare_scripts(*sides)
+    assert code == 1 and f"second imports lib from {tmp_path}/first/src, another" in told
+    sides[1] = sides[1].replace("=", f"=PYTHONPATH={tmp_path}/second/src ", 1)
+    code, told = compare_scripts(*sides, more=("--out", "own"))
+    assert code == 0, told
+
+
+def test_an_installed_package_is_not_recorded_as_the_commit(
+    two_commits, compare_scripts, tmp_path, capsys
+):
+    """The script is started by its module's name, in a work tree that it does not come from."""
+    (tmp_path / "site-packages").mkdir()
+    shutil.copytree(tmp_path / "main/src/lib", tmp_path / "site-packages/lib")
+    sides = [
+        f"{name}=PYTHONPATH={tmp_path}/site-packages env -C {tmp_path}/{name} {sys.executable} "
+        "-m lib.train"
+        for name in two_commits
+    ]
+    code, told = compare_scripts(*sides)
+    assert code == 0, told
+    found = [side.environment for side in read_comparison(tmp_path / "out").sides]
+    assert {(one.git_commit, one.code_sha256) for one in found} == {(None, None)}
+    assert report.main(["out"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no module of old came from its work tree" in shown
 
 
 def test_the_record_tells_the_code_of_each_side(two_commits, compare_scripts, tmp_path, capsys):
@@ -404,7 +443,7 @@ def test_this_project_installed_from_one_checkout_is_not_another(compare_scripts
             for folder, name in ((tmp_path, "here"), (tmp_path / "old/tests", "old"))
         )
         code, told = compare_scripts(here, old)
-        assert code == 1 and f"old imports recipe from {ROOT}, another work tree of its" in told
+        assert code == 1 and f"old imports recipe from {ROOT}, another work tree than its" in told
         name, _, command = old.partition("=")
         old = f"{name}=PYTHONPATH={tmp_path}/old {command}"
         code, told = compare_scripts(here, old, more=("--out", "asked"))

@@ -603,7 +603,7 @@ def code_facts() -> dict[str, Any]:
         "interpreter": sys.executable,
         "script": script if is_file else None,
         "script_sha256": file_sha256(script) if is_file else None,
-        "git_commit": git_commit(own.root) if own else None,
+        "git_commit": git_commit(own.root) if own and files else None,
         "code_sha256": digest.hexdigest() if files else None,
         "imports": {
             "root": root,
@@ -647,24 +647,34 @@ def own_modules(root: str) -> dict[str, str]:
 
 
 def strangers(modules: Mapping[str, str], own: WorkTree) -> list[dict[str, Any]]:
-    """Return the packages that come from another work tree of the script's repository: each with
-    the folder from which it was imported, and that folder in the script's own work tree."""
+    """Return the packages that come from another work tree, though the script's own may have them:
+    each with that work tree, the folder from which it was imported, and the same folder in the
+    script's own work tree."""
     path = {*map(os.path.realpath, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
     found: dict[str, dict[str, Any]] = {}
     for name, file in modules.items():
         tree = work_tree_of(folder := os.path.dirname(file))
-        is_other = tree and tree.repository == own.repository and tree != own
-        if tree and is_other and file != os.path.realpath(__file__):
+        if tree and is_twin(file, tree, own) and file != os.path.realpath(__file__):
             for _ in range(name.count(".") + os.path.basename(file).startswith("__init__.")):
                 folder = os.path.dirname(folder)
             there = os.path.normpath(os.path.join(own.root, os.path.relpath(folder, tree.root)))
             found[name.partition(".")[0]] = {
                 "package": name.partition(".")[0],
+                "root": tree.root,
                 "folder": folder,
                 "own_folder": there,
                 "is_on_path": folder in path,
             }
     return [*found.values()]
+
+
+def is_twin(file: str, tree: WorkTree, own: WorkTree) -> bool:
+    """Return whether a file comes from another work tree of the script's repository, or from a
+    clone: a work tree outside of the script's, which has such a file, too."""
+    if tree.repository == own.repository:
+        return tree != own
+    is_outside = not tree.root.startswith(os.path.join(own.root, ""))
+    return is_outside and os.path.isfile(os.path.join(own.root, os.path.relpath(file, tree.root)))
 
 
 def file_sha256(path: str) -> str:

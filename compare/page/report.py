@@ -432,6 +432,7 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         found[WARNINGS] += doubtful_blocks(record)
     found[WARNINGS] += correlated_blocks(record)
     found[WARNINGS] += same_code(record)
+    found[WARNINGS] += no_own_code(record)
     found[MISSING] += [
         f"{name}: {WITHOUT_HOROVOD if plan.known()[name].engine == 'horovod' else WITHOUT_MPI}"
         for name in plan.left_out
@@ -516,23 +517,37 @@ def correlated_blocks(record: Record) -> Iterator[str]:
 
 
 def same_code(record: Record) -> Iterator[str]:
-    """Yield a warning for each pair of scripts of different commits that ran the same code."""
+    """Yield a warning for each pair of scripts that ran the same code in each block though their
+    commits differ."""
+    ran = {(side.block, side.configuration): side.environment for side in record.sides}
     for first, second in record.plan.pairs():
-        a, b = (
-            {
-                (side.environment.git_commit, side.environment.code_sha256)
-                for side in record.sides
-                if side.configuration == name and side.environment.code_sha256
-            }
-            for name in (first, second)
-        )
-        commits, codes = ({values[i] for values in a | b} for i in (0, 1))
-        if len(commits) > 1 and len(codes) == 1:
-            named = ", ".join(sorted(map(short, commits)))
+        in_blocks = [
+            (ran[block, first], ran[block, second])
+            for block, name in ran
+            if name == first and (block, second) in ran
+        ]
+        commits = [(a.git_commit, b.git_commit) for a, b in in_blocks]
+        differ = all(a and b and a != b for a, b in commits)
+        if commits and differ and all(a.code_sha256 == b.code_sha256 for a, b in in_blocks):
             yield (
-                f"{first} and {second} ran the same code, though their commits differ ({named}): "
-                "the commits change no module that the scripts load"
+                f"{first} and {second} ran the same code, though their commits differ "
+                f"({', '.join(map(short, commits[0]))}): the commits change no module that the "
+                "scripts load"
             )
+
+
+def no_own_code(record: Record) -> Iterator[str]:
+    """Yield a warning for each script that loaded nothing of its work tree."""
+    unknown = (
+        side.configuration
+        for side in record.sides
+        if side.environment.script and not side.environment.code_sha256
+    )
+    for name in dict.fromkeys(unknown):
+        yield (
+            f"no module of {name} came from its work tree, but from an installed package: the "
+            "record cannot say which code ran"
+        )
 
 
 def trouble(record: Record, run: RunRecord) -> str:

@@ -592,33 +592,49 @@ def rank_of(
 
 
 def check_imports(side: Run, by_side: dict[str, Any]) -> None:
-    """Raise MeasurementError if a script imports packages from another work tree of its repository,
-    as where `pip install -e` was run there: two commits would both run that one's code. It may if
-    the side's own PYTHONPATH, not only the shell's, says so, or if another side runs the same
-    script without them: then the sides' environments are compared. `by_side`: all sides' facts."""
-    own = by_side[side.side]["imports"]
-    words = (*side.configuration.assignments, *side.configuration.command)
-    is_given = any(word.startswith("PYTHONPATH=") for word in words)
-    is_given |= own["PYTHONPATH"] != with_side_file(os.environ.get("PYTHONPATH", ""))
-    alike = [
-        {stranger["folder"] for stranger in facts["imports"]["strangers"]}
-        for facts in by_side.values()
-        if facts["script"] == by_side[side.side]["script"]
-        and facts["imports"]["root"] == own["root"]
-    ]
+    """Raise MeasurementError if a script imports packages from another work tree than its own, and
+    nothing says that it should, as where `pip install -e` was run there: two commits would both run
+    that one's code. `by_side`: all sides' facts."""
+    imports = by_side[side.side]["imports"]
     wrong = [
         stranger
-        for stranger in own["strangers"]
-        if not (is_given and stranger["is_on_path"])
-        and all(stranger["folder"] in folders for folders in alike)
+        for stranger in imports["strangers"]
+        if not is_compared(stranger, side.side, by_side)
+        and (is_of_a_side(stranger, by_side) or not is_asked_for(stranger, side, imports))
     ]
     if wrong:
         names, there = ", ".join(one["package"] for one in wrong), wrong[0]["folder"]
         raise MeasurementError(
-            f"{side.side} imports {names} from {there}, another work tree of its script's "
-            "repository, so it does not run its own commit's code: set "
-            f"PYTHONPATH={wrong[0]['own_folder']} for it, or give it an environment of its own"
+            f"{side.side} imports {names} from {there}, another work tree than its script's, so it "
+            f"does not run its own code: set PYTHONPATH={wrong[0]['own_folder']} for it, or give "
+            "it an environment of its own"
         )
+
+
+def is_compared(stranger: dict[str, Any], name: str, by_side: dict[str, Any]) -> bool:
+    """Return whether another side runs the same script without this package of another work tree:
+    then it is the packages that are compared."""
+    own = by_side[name]
+    return any(
+        facts["script"] == own["script"]
+        and facts["imports"]["root"] == own["imports"]["root"]
+        and stranger["folder"] not in {one["folder"] for one in facts["imports"]["strangers"]}
+        for facts in by_side.values()
+    )
+
+
+def is_of_a_side(stranger: dict[str, Any], by_side: dict[str, Any]) -> bool:
+    """Return whether a package comes from the work tree of another side: both would run its code,
+    also if one PYTHONPATH for both says so."""
+    return stranger["root"] in {facts["imports"]["root"] for facts in by_side.values()}
+
+
+def is_asked_for(stranger: dict[str, Any], side: Run, imports: dict[str, Any]) -> bool:
+    """Return whether a side's own PYTHONPATH, not only the shell's, leads to a package."""
+    words = (*side.configuration.assignments, *side.configuration.command)
+    is_given = any(word.startswith("PYTHONPATH=") for word in words)
+    is_changed = imports["PYTHONPATH"] != with_side_file(os.environ.get("PYTHONPATH", ""))
+    return stranger["is_on_path"] and (is_given or is_changed)
 
 
 def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:
