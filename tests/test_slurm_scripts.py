@@ -147,13 +147,13 @@ def compare_in_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[
     and end with these exit codes."""
 
     def compared(
-        *words: str, check: str = "", run: int = 0, report: int = 0
+        *words: str, check: str = "", run: int = 0, report: int = 0, venv: str = ""
     ) -> subprocess.CompletedProcess[str]:
         says = f'echo "$@"; case $1 in *run.py) exit {run} ;; esac; exit {report}\n'
         write_program(tmp_path / "bin/python", says)
         (tmp_path / "bin/activate").write_text(f"PATH={tmp_path}/bin:$PATH\n")
         code = shlex.join(["bash", "slurm/compare.sbatch", *words])
-        return run_in_job(tmp_path, code, VENV=str(tmp_path), CHECK=check, RUNS="runs")
+        return run_in_job(tmp_path, code, VENV=venv or str(tmp_path), CHECK=check, RUNS="runs")
 
     return compared
 
@@ -182,6 +182,17 @@ def test_a_comparison_is_checked_where_it_was_written(compare_in_job: Callable[.
     ):
         done = compare_in_job(*words, check="--check")
         assert done.stdout.splitlines()[-1] == f"compare/report.py {folder} --check"
+
+
+@pytest.mark.parametrize(
+    ("words", "venv"), [(["--name", "x"], ""), (["plan.toml", "--out"], ""), ([], "nowhere")]
+)
+def test_no_error_of_the_job_looks_like_an_answer(
+    words: list[str], venv: str, compare_in_job: Callable[..., Any]
+) -> None:
+    """Neither what job.sh refuses, nor a flag without its value, nor a missing environment."""
+    done = compare_in_job(*words, check="--check", venv=venv)
+    assert (done.returncode, done.stdout) == (3, "") and done.stderr
 
 
 def test_what_is_no_check_is_refused_before_anything_is_measured(

@@ -67,6 +67,7 @@ def runner(tmp_path: Path) -> dict[str, str]:
         "GITHUB_REPOSITORY": "owner/name",
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
         "NUMBER": "7",
+        "MEASURED": "success",
     }
 
 
@@ -105,6 +106,22 @@ def test_its_steps_find_a_slower_head(tmp_path: Path, runner: dict[str, str]) ->
         assert ended.returncode == 1 and ended.output.splitlines()[-1].startswith("Gate: failed: ")
 
 
+def test_a_measurement_that_fails_is_said_so(tmp_path: Path, runner: dict[str, str]) -> None:
+    """In the summary and the comment. A report that fails by itself is an error."""
+    (tmp_path / "tools").symlink_to(ROOT)
+    do("Report", tmp_path, {**runner, "MEASURED": "failure"}).checked()
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary == "The measurement failed: the log of its step says why.\n\n"
+    assert (tmp_path / "comment.md").read_text() == summary
+    assert do("Report", tmp_path, runner).returncode != 0
+
+
+def test_the_gate_decides_before_a_comment_can_fail() -> None:
+    names = [step.get("name") for step in JOB["steps"]]
+    assert names.index("Gate") < names.index("Comment on the pull request")
+    assert "if" not in STEPS["Gate"]
+
+
 @pytest.mark.parametrize(
     ("known", "request_"),
     [
@@ -123,9 +140,11 @@ def test_a_pull_request_has_one_comment(
     path = f"{programs}:{os.environ['PATH']}"
     do("Comment on the pull request", tmp_path, {**runner, "PATH": path}).checked()
     looked, told = asked.read_text().splitlines()
-    assert looked.startswith("api --paginate repos/owner/name/issues/7/comments --jq .[] | select(")
+    assert looked == (
+        "api --paginate repos/owner/name/issues/7/comments --jq .[] | "
+        'select((.user.login == "github-actions[bot]") and (.body | startswith("<!-- compare -->"))'
+        ") | .id"
+    )
     assert told == f"api --silent {request_} --field body=@body.md"
     body = (tmp_path / "body.md").read_text()
-    assert (
-        body == "<!-- compare -->\n\n### The table\n" and 'startswith("<!-- compare -->")' in looked
-    )
+    assert body == "<!-- compare -->\n\n### The table\n"
