@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code. With --check, where 1 and 2 are answers, no error
     ends with them: neither one in the flags nor a mistake in this project."""
     words = sys.argv[1:] if argv is None else argv
-    if CHECK not in words:
+    if all(word.partition("=")[0] != CHECK for word in words):
         return run_report(words, 1)
     try:
         return run_report(words, NOT_CHECKED)

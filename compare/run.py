@@ -88,7 +88,7 @@ from compare.running.comparison import (
     show_outcome,
 )
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
-from compare.running.scheduler import MeasurementError
+from compare.running.scheduler import MeasurementError, reaching_side_file, with_side_file
 from recipe.command import call_tool, run_main
 from recipe.errors import UserError, near_match
 from recipe.settings.config import PRESET_OF_OTHER_IMAGES, are_digits
@@ -153,7 +153,7 @@ def answer(argv: list[str]) -> int:
     take_commits(options)
     take_default_plan(options)
     plan = with_full_names(leave_out_missing(make_plan(options), options))
-    if not worktrees_of(plan):
+    if options.dry_run or not worktrees_of(plan):
         return compare(plan, options, argv)
     with locked(COMMITS, "start this one in another folder"), worktrees(plan):
         return compare(plan, options, argv)
@@ -163,7 +163,8 @@ def compare(plan: Plan, options: SimpleNamespace, argv: list[str]) -> int:
     """Run the plan, or show its commands, and return the exit code."""
     if not plan.side:
         check_trainers(plan)
-    check_tools(plan)
+    if not (options.dry_run and worktrees_of(plan)):  # which a dry run does not make
+        check_tools(plan)
     folder = choose_folder(plan, options)
     if options.dry_run:
         print("\n".join(dry_run_lines(plan, folder, not options.no_warm_up)))
@@ -198,7 +199,9 @@ def take_commits(options: SimpleNamespace) -> None:
                 f"compare it with itself: --commits {commit} --null"
             )
         names[sha] = commit
-        name = re.sub(r"[^\w.-]", "-", commit, flags=re.ASCII).lstrip("-._") or sha[:12]
+        name = re.sub(r"[^\w.-]", "-", commit, flags=re.ASCII).lstrip("-._")
+        if not name or any(side.startswith(f"{name}=") for side in options.side):
+            name = sha[:12]  # as of feature/x beside feature-x
         options.side += (f"{name}=commit={sha} {shlex.join(command)}",)
     options.arguments_after_dashes = []
 
@@ -375,14 +378,16 @@ def dry_run_lines(plan: Plan, folder: Path, with_warm_up: bool) -> list[str]:
     lines = [shlex.join(["git", "-C", at, *words]) for at, words in worktrees_of(plan).values()]
     lines += [shell_line(run.command((folder / run.folder).parent)) for run in runs]
     if plan.measure == "turns" and plan.pairs():
-        if plan.side:  # which may run elsewhere
-            folder = folder.absolute()
+        if plan.side:
+            folder = folder.absolute()  # they may run elsewhere
+            path = with_side_file(os.environ.get("PYTHONPATH", ""))
+            lines.append(f"export PYTHONPATH={shlex.quote(path)}")
         lines.append("# then, in each block of turns, these at once:")
-        lines += [
-            f"#   {shell_line(run.command(folder / block_place(case, workers, 1)))}"
-            for case, workers in plan.groups()
-            for run in plan.in_order(1, case, workers)
-        ]
+        for case, workers in plan.groups():
+            for run in plan.in_order(1, case, workers):
+                command = run.command(folder / block_place(case, workers, 1))
+                command = reaching_side_file(command) if run.is_script else command
+                lines.append(f"#   {shell_line(command)}")
     return [*shell_lines(), *peak_rates(plan), *lines]
 
 

@@ -232,7 +232,7 @@ def test_flags_win_over_the_file(here):
             ["there is no key copies"],
         ),
         ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
-        ("[goals]\n'a:b' = 'x'", ["goals = {'a:b': 'x'}: expected `float`, got `str`"]),
+        ("[goals]\n'a:b' = 'x'", ['[goals] "a:b" = "x": expected `float`, got `str`']),
         ("workers = [4]\n[side.a]\ncommand = 'a'", ["workers = [4]: is for this project's"]),
         ("flags = '--lr 1'\n[side.a]\ncommand = 'a'", ['flags = "--lr 1": is', "write {flags}"]),
         ("no_phases = true\n[side.a]\ncommand = 'a'", ["no_phases = true: is for this"]),

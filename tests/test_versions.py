@@ -1,7 +1,6 @@
 """Sides that are versions of one script: in two folders, of two commits, in two environments."""
 
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from launching import run
+from making import write_program
 from test_side import plan_of
 
 from compare import keep
 from compare import run as run_command
 from compare.evidence.record import read_comparison
+from compare.page.report import Report
 from compare.plan.environment import COMMITS, ROOT, shell_line
 from compare.plan.plan_file import scripts_sha256
 from compare.running.checks import check_tools
@@ -163,6 +164,7 @@ def test_a_line_for_a_shell_starts_what_run_py_starts(monkeypatch: pytest.Monkey
         ("no-such-launcher t.py", "its command needs no-such-launcher, which is not on its PATH$"),
         ("directory=d ./start.sh", r"its command needs \./start\.sh"),
         ("srun python t.py", r"its command needs srun, .* \(it comes with Slurm"),
+        ("PATH=d env X=1 srun python t.py", r"its command needs srun, "),
         (
             "python=venv/bin/python torchrun t.py",
             "there is no torchrun beside venv/bin/python; it comes with torch$",
@@ -182,7 +184,7 @@ def test_what_a_side_lacks_is_said_before_anything_starts(
     side: str, message: str, here: Path, compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    (here / "d").mkdir()
+    write_program(here / "d/env", "exit")
     environment(here / "venv", "other", "mpirun")
     code, output = compare("--side", f"x={side}", "--side", "y=python t.py")
     assert code == 2 and output.count("\n") == 1 and re.search(f"side x.*{message}", output), output
@@ -199,6 +201,7 @@ def test_what_is_there_is_not_refused(here: Path) -> None:
         "torchrun ddp_train/train.py --launcher srun",
         "python=venv/bin/python torchrun t.py",
         "bash -c 'srun python t.py'",
+        "sh wrapper.sh srun --ntasks 2 python t.py",
         "env x=1 python t.py",
     ):
         check_tools(plan_of("--side", f"x={side}", "--side", "y=OMP_NUM_THREADS=1 python t.py"))
@@ -221,23 +224,82 @@ def test_two_commits_are_compared_and_nothing_stays(
     assert "note: uncommitted changes are not part of" in output
     record, shas = read_comparison(repository / "out"), git("rev-parse", "v/1", "HEAD").split()
     assert [own.commit for own in record.plan.side.values()] == shas
-    assert {*record.plan.scripts} == {f"{COMMITS}/{sha[:12]}/jobs/train.py" for sha in shas}
-    assert len({*record.plan.scripts.values()}) == 2
+    assert record.plan.scripts == {}  # the commits' names stand for them
     assert record.sides[0].command.startswith(f"env -C {COMMITS}/")
     assert git("worktree", "list").count("\n") == 1 and not COMMITS.exists()
     assert compare(*words)[0] == 0  # there is nothing left to measure
     # The record can be repeated, as the report's command for a longer comparison does.
     code, output = compare("out/record.jsonl", blocks=2)
     assert code == 0 and read_comparison(repository / "out").num_blocks == 2, output
+    # A dry run makes no worktree: its lines do, and then start the script.
     assert run_command.main([*words[:3], "--dry-run", *words[3:]]) == 0
+    assert not COMMITS.exists()
     lines = capsys.readouterr().out.splitlines()
-    [made] = [shlex.split(line) for line in lines if shas[0] in line]
-    subprocess.run(made, check=True)
+    [made] = [line for line in lines if shas[0] in line]
+    [of_side] = [line for line in lines if line.startswith("export PYTHONPATH=")]
+    [start] = [line.removeprefix("#") for line in lines if f" -C {COMMITS}/{shas[0][:12]}" in line]
+    ended = "SIGALRM"  # a script that finds its Side trains until something ends it
+    pasted = "\n".join([made, of_side, f"timeout --signal {ended} 3 {start}"])
+    assert subprocess.run(["bash", "-e", "-c", pasted], check=False).returncode == 124
     assert (COMMITS / shas[0][:12] / "jobs/train.py").read_text() == text_of(0.002)
-    # What is left of a run.py that was killed is made anew.
-    (COMMITS / shas[0][:12] / "jobs/train.py").write_text("changed")
-    code, output = compare(*words, blocks=3)
-    assert code == 0 and git("worktree", "list").count("\n") == 1, output
+
+
+def test_what_a_killed_command_has_left_is_removed(repository: Path, compare: Compare) -> None:
+    """A changed worktree, one of a commit that the plan does not have, one that git was just making
+    (it is locked), and one that no git knows any more."""
+    first, second = git("rev-parse", "v/1", "HEAD").split()
+    git("commit", "--quiet", "--message", "third", "--allow-empty")
+    third = git("rev-parse", "HEAD").strip()
+    for sha in (first, second, third):
+        git("worktree", "add", "--quiet", "--detach", f"{COMMITS}/{sha[:12]}", sha)
+    git("worktree", "lock", "--reason", "initializing", f"{COMMITS}/{second[:12]}")
+    (COMMITS / second[:12] / ".git").unlink()
+    git("worktree", "lock", "--reason", "initializing", f"{COMMITS}/{third[:12]}")
+    (COMMITS / first[:12] / "jobs/train.py").write_text("changed")
+    (COMMITS / "unknown").mkdir()
+    code, output = compare("--commits", "v/1", "HEAD~", "--", "python", "train.py")
+    assert code == 0 and not COMMITS.exists(), output
+    assert git("worktree", "list").count("\n") == 1
+
+
+def test_a_hooks_variables_and_hooks_are_not_those_of_the_worktrees(
+    repository: Path, compare: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pre-commit hook, in which GIT_INDEX_FILE names the index of the user's commit."""
+    root = repository.parent
+    hook = root / ".git/hooks/post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\ntouch ran; exit 1\n")
+    hook.chmod(0o755)
+    git("rm", "--quiet", "--cached", "train.py")
+    index = (root / ".git/index").read_bytes()
+    with monkeypatch.context() as in_hook:
+        in_hook.setenv("GIT_INDEX_FILE", str(root / ".git/index"))
+        in_hook.setenv("GIT_DIR", str(root / ".git"))
+        in_hook.setenv("GIT_PREFIX", "jobs/")
+        code, output = compare("--commits", "v/1", "HEAD", "--", "python", "train.py")
+    assert code == 0, output
+    assert (root / ".git/index").read_bytes() == index and not (root / "ran").exists()
+    commits = {side.environment.git_commit for side in read_comparison(repository / "out").sides}
+    assert commits == {sha[:12] for sha in git("rev-parse", "v/1", "HEAD").split()}
+
+
+def test_two_names_that_would_be_one_sides_name(repository: Path) -> None:
+    git("tag", "v-1", "HEAD")
+    options = run_command.parse_options(["--commits", "v/1", "v-1", "--", "python", "t.py"], "")
+    run_command.take_commits(options)
+    sides = [side.partition("=")[0] for side in options.side]
+    assert sides == ["v-1", full_name("HEAD")[:12]]
+
+
+def test_a_repository_of_another_user_is_named(
+    repository: Path, compare: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    code, output = compare("--commits", "v/1", "HEAD", "--", "python", "t.py")
+    assert code == 2 and output.count("\n") == 1
+    assert f"{repository.parent} belongs to another user" in output
+    assert output.endswith(f"--add safe.directory {repository.parent}\n")
 
 
 INTERRUPT = """
@@ -260,6 +322,10 @@ def test_after_an_interruption_the_same_command_goes_on(repository: Path, compar
     code, output = compare(*words, blocks=2)
     assert code == 130 and "what was measured is kept" in output, output
     assert git("worktree", "list").count("\n") == 1 and not COMMITS.exists()
+    # The report, too, says how it goes on, though what the commits ran is gone.
+    text, command = Report(read_comparison(repository / "out")).next_step
+    assert text == "This command continues the measurement:"
+    assert f"--out {repository}/out" in command
     lines = (repository / "out/record.jsonl").read_text().splitlines()
     code, output = compare(*words, blocks=2)
     assert code == 0 and read_comparison(repository / "out").num_blocks == 2, output
@@ -274,6 +340,10 @@ def test_a_commit_that_fails_leaves_no_worktree(repository: Path, compare: Compa
     git("commit", "--quiet", "--message", "without jobs")
     code, output = compare("--commits", "v/1", "HEAD", "--", "python", "train.py")
     assert code == 2 and re.search(r"side HEAD: there is no folder \., in commit", output), output
+    (repository / "no").mkdir()
+    (repository / "no/python").symlink_to(sys.executable)
+    code, output = compare("--commits", "v/1", "HEAD~2", "--", "no/python", "train.py")
+    assert code == 2 and re.search("needs no/python, .* no program of commit .*python=FILE", output)
     code, output = compare("--commits", "v/1", "HEAD~2", "--", "python", "wrong.py")
     assert code == 1 and "can't open file" in output
     assert git("worktree", "list").count("\n") == 1 and not COMMITS.exists()
@@ -317,9 +387,9 @@ def test_a_commit_as_a_side_of_a_file(repository: Path) -> None:
     plan = run_command.with_full_names(plan)
     place = f"{COMMITS}/{full_name('v/1')[:12]}/jobs"
     assert [member.place for member in plan.members()] == [place, place]
-    assert scripts_sha256(plan) == {}
     with run_command.locked(COMMITS, ""), run_command.worktrees(plan):
-        assert [*scripts_sha256(plan)] == [f"{place}/train.py"]
+        assert Path(place, "train.py").read_text() == text_of(0.002)
+        assert scripts_sha256(plan) == {}
         assert git("status", "--short", str(repository.parent)) == ""
     with pytest.raises(UserError, match=r"commit x: .*/elsewhere has no git work tree"):
         plan = plan_of("--side", f"a=directory={other} commit=x python t.py", "--null")

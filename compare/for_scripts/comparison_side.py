@@ -88,6 +88,20 @@ RANK_END_SECONDS = 3.0  # given to a rank to end by itself
 POLL_SECONDS = 0.02  # between two looks whether it has
 MOST_BYTES = 1 << 16  # of a message
 GIT_SECONDS = 10.0  # given to git to tell the commit
+# Variables by which git tells a hook its repository. (Settings, GIT_CONFIG_..., are the user's.)
+OF_A_REPOSITORY = (
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_DIR",
+    "GIT_GRAFT_FILE",
+    "GIT_IMPLICIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_INTERNAL_SUPER_PREFIX",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_SHALLOW_FILE",
+    "GIT_WORK_TREE",
+)
 BOOT_ID = "/proc/sys/kernel/random/boot_id"  # hosts that share a kernel share its cores, too
 # Positions in /proc/PID/stat behind the name: state, parent, CPU times, the start since boot, and
 # the resident memory
@@ -685,15 +699,25 @@ def file_sha256(path: str) -> str:
 def git_commit(root: str) -> str | None:
     """Return a work tree's commit, with a + if files were changed since; None if git does not say
     in time."""
-    words = ["git", "-C", root, "describe", "--always", "--abbrev=12", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            errors="replace",
-            timeout=GIT_SECONDS,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # other ranks ask at the same time
-        )
+        done = run_git(root, "describe", "--always", "--abbrev=12", "--dirty=+", limit=GIT_SECONDS)
         return done.stdout.strip() if done.returncode == 0 else None
     return None
+
+
+def run_git(
+    folder: str, *words: str, limit: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder, on the repository of that folder, and without the repository's hooks. If
+    this process was itself started by a hook, the variables that git has set for that name another
+    repository and its index."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_A_REPOSITORY}
+    # No locks that may be left out: other ranks ask at the same time. Messages in English.
+    return subprocess.run(
+        ["git", "-C", folder, "-c", "core.hooksPath=/dev/null", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        errors="replace",
+        timeout=limit,
+        env={**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+    )

@@ -21,7 +21,6 @@ from msgspec import Meta, Struct
 from compare.plan.blocks import RUN_MARK
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import (
-    COMMITS,
     REMOVED_VARIABLES,
     ROOT,
     read_hostfile,
@@ -52,8 +51,8 @@ else:
 
 T = TypeVar("T")
 PLANS = ROOT / "compare/plans"
-# Keys of a configuration, case or side.
-KEYS_OF_PARTS = ("base", "flags", *OwnScript.__struct_fields__)
+# The keys of a plan, and of a configuration, case or side.
+KNOWN_KEYS = [*dict.fromkeys((*KEYS, "base", "flags", *OwnScript.__struct_fields__))]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Trainer flags that are refused in strong scaling, and why.
 OF_GLOBAL_BATCH = {
@@ -96,12 +95,13 @@ def explanation(message: str, table: dict[str, Any]) -> str:
     place = path.removeprefix(".").rstrip("`")
     what = what[0].lower() + what[1:]
     if unknown := re.search("unknown field `(.*)`", what):
-        what = f"there is no key {unknown[1]}; {near_match(unknown[1], [*KEYS, *KEYS_OF_PARTS])}"
+        what = f"there is no key {unknown[1]}; {near_match(unknown[1], KNOWN_KEYS)}"
     if "matching regex" in what:
         what = "holds a control character"
     part = table.get(place.removesuffix("[...]"))
     if isinstance(part, dict) and not any(isinstance(value, dict) for value in part.values()):
-        return f"{place.removesuffix('[...]')} = {part}: {what}"
+        lines = (f'"{key}" = {json.dumps(own, default=str)}' for key, own in part.items())
+        return f"[{place.removesuffix('[...]')}] {', '.join(lines)}: {what}"
     if not place or "..." in place:  # msgspec does not name the part of the table
         return f"{place}: {what}".removeprefix(": ")
     value: Any = table
@@ -429,10 +429,14 @@ def plan_record(plan: Plan, created_utc: str) -> PlanRecord:
 
 def scripts_sha256(plan: Plan) -> dict[str, str]:
     """Return the digest of each file that the commands of a user's own scripts name, by its path
-    from here. The modules that these files import are not covered."""
+    from here. The modules that these files import are not covered, nor what a commit holds: its
+    name stands for that, also when its worktree is gone."""
     digests = dict[str, str]()
     for name in dict.fromkeys(
-        os.path.join(side.place, word) for side in plan.side.values() for word in side.command
+        os.path.join(side.place, word)
+        for side in plan.side.values()
+        for word in side.command
+        if not side.commit or os.path.isabs(word)
     ):
         with suppress(OSError):  # too long for a path, or not readable
             if Path(name).is_file() and Path(name).stat().st_size <= MOST_SCRIPT_BYTES:
@@ -442,13 +446,11 @@ def scripts_sha256(plan: Plan) -> dict[str, str]:
 
 def sources_sha256(plan: Plan) -> str:
     """Return the digest of all sources that are measured: the trainers', or those of a user's
-    scripts, plus the trainers' if a script belongs to this project and may start a trainer. A
-    script of a commit starts that commit's, which stay the same."""
+    scripts, plus the trainers' if a script belongs to this project and may start a trainer."""
     if not plan.side:
         return trainers_sha256()
     scripts = scripts_sha256(plan)
-    files = (Path(name) for name in scripts if not Path(name).is_relative_to(COMMITS))
-    is_ours = any(file.resolve().is_relative_to(ROOT) for file in files)
+    is_ours = any(Path(name).resolve().is_relative_to(ROOT) for name in scripts)
     digests = {**scripts, "trainers": trainers_sha256() if is_ours else ""}
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 

@@ -430,9 +430,14 @@ def check_script(side: Configuration) -> None:
     if not Path(side.place or ".").is_dir():
         where = f"in commit {side.commit[:12]}" if side.commit else f"seen from {Path.cwd()}"
         raise UserError(f"side {side.name}: there is no folder {side.directory or '.'}, {where}")
-    words = list(dropwhile(re.compile(r"\w+=").match, side.command))
+    is_setting = re.compile(r"\w+=").match
+    words = list(dropwhile(is_setting, side.command))
     before = list(takewhile(lambda word: not word.endswith(".py"), words))
-    check_programs(side, [*words[:1], *(word for word in before if word in START_COMMANDS)])
+    # A launcher further behind may start elsewhere, as in `apptainer exec image.sif torchrun`; but
+    # with an interpreter of the side's own it is meant to be of that environment.
+    first = words[:1] + (list(dropwhile(is_setting, words[1:]))[:1] if words[:1] == ["env"] else [])
+    checked = before if side.python else first
+    check_programs(side, [*words[:1], *(word for word in checked if word in START_COMMANDS)])
     for word in words[len(before) : len(before) + 1]:
         script = Path(side.place, word).resolve()
         name = "/".join(script.parts[-2:])
@@ -463,6 +468,12 @@ def check_programs(side: Configuration, programs: Iterable[str]) -> None:
             raise UserError(
                 f"side {side.name}: there is no {word} beside {side.python}"
                 + (f"; {comes}" if comes else "")
+            )
+        if found is None and side.commit and "/" in word:
+            raise UserError(
+                f"side {side.name}: its command needs {word}, which is no program of commit "
+                f"{side.commit[:12]}; give the path of what git does not know as an absolute one, "
+                "or an environment as python=FILE before the command"
             )
         if found is None:
             raise UserError(

@@ -1,8 +1,9 @@
 """Sides that run a commit: each commit has a git worktree, which is there while run.py runs."""
 
 import os
+import re
+import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from compare.for_scripts.comparison_side import run_git, work_tree_of
 from compare.plan.environment import COMMITS
 from compare.plan.plan import OwnScript, Plan
 from recipe.errors import UserError
@@ -23,11 +25,13 @@ def git(folder: str, *words: str) -> str:
     """Return what a git command prints in a folder. GitError if git refuses it; UserError if git is
     not installed."""
     try:
-        done = subprocess.run(["git", "-C", folder, *words], capture_output=True, errors="replace")
+        done = run_git(folder, *words)
     except FileNotFoundError:
         raise UserError("a commit as a side needs git, which is not installed") from None
     if done.returncode:
-        raise GitError((done.stderr.strip().splitlines() or ["no reason given"])[-1])
+        lines = done.stderr.strip().splitlines() or ["no reason given"]
+        named = [line for line in lines if line.startswith(("fatal:", "error:"))]
+        raise GitError([*lines, *named][-1])
     return done.stdout.strip()
 
 
@@ -41,6 +45,11 @@ def full_name(commit: str, folder: str = ".") -> str:
     try:
         git(folder, "rev-parse", "--show-toplevel")
     except GitError as error:
+        if owned := re.search("dubious ownership in repository at '(.*)'", str(error)):
+            raise UserError(
+                f"commit {commit}: {owned[1]} belongs to another user, so git does not read it; if "
+                f"you trust it: git config --global --add safe.directory {shlex.quote(owned[1])}"
+            ) from None
         raise UserError(
             f"commit {commit}: {Path(folder).absolute()} has no git work tree ({error}); start "
             "run.py in one, or give the side a directory in one"
@@ -70,7 +79,8 @@ def worktrees_of(plan: Plan) -> dict[Path, tuple[str, list[str]]]:
     return {
         (path := Path.cwd() / COMMITS / own.commit[:12]): (
             repository_of(own),
-            ["worktree", "add", "--force", "--detach", str(path), own.commit],
+            # Twice: git may have locked the place, if it was killed before.
+            ["worktree", "add", "--force", "--force", "--detach", str(path), own.commit],
         )
         for own in plan.side.values()
         if own.commit
@@ -79,12 +89,15 @@ def worktrees_of(plan: Plan) -> dict[Path, tuple[str, list[str]]]:
 
 @contextmanager
 def worktrees(plan: Plan) -> Iterator[None]:
-    """Make the worktrees that a plan's sides need, and remove them at the end."""
+    """Make the worktrees that a plan's sides need, and remove them at the end. What a killed run.py
+    has left, of these or other commits, is removed first."""
     needed = worktrees_of(plan)
+    for path in left():
+        tree = work_tree_of(str(path.resolve()))
+        remove(path, tree.repository if tree else ".")
     ignore = COMMITS / ".gitignore"
     try:
         for path, (folder, words) in needed.items():
-            remove(path, folder)  # what a killed run.py has left, perhaps changed
             ignore.write_text("*\n")
             try:
                 git(folder, *words)
@@ -96,11 +109,18 @@ def worktrees(plan: Plan) -> Iterator[None]:
     finally:
         for path, (folder, _) in needed.items():
             remove(path, folder)
-        ignore.unlink(missing_ok=True)
+        if not left():
+            ignore.unlink(missing_ok=True)
+
+
+def left() -> list[Path]:
+    """Return the worktrees that are there."""
+    return [path for path in COMMITS.iterdir() if path.is_dir()]
 
 
 def remove(path: Path, folder: str) -> None:
-    """Remove a worktree, if it is there, with all that is in it."""
-    with suppress(GitError):
-        git(folder, "worktree", "remove", "--force", str(path))
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a worktree, if it is there, with all that is in it. `folder`: one of its repository,
+    or the repository itself."""
+    shutil.rmtree(path, ignore_errors=True)  # git would leave one that has submodules
+    with suppress(GitError):  # it knows of none
+        git(folder, "worktree", "remove", "--force", "--force", str(path.absolute()))

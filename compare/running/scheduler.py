@@ -604,10 +604,13 @@ def check_imports(side: Run, by_side: dict[str, Any]) -> None:
     ]
     if wrong:
         names, there = ", ".join(one["package"] for one in wrong), wrong[0]["folder"]
+        needed = wrong[0]["own_folder"]
+        if side.configuration.commit:  # one command serves all commits
+            needed = os.path.relpath(needed, os.path.realpath(side.configuration.place))
         raise MeasurementError(
             f"{side.side} imports {names} from {there}, another work tree than its script's, so it "
-            f"does not run its own code: set PYTHONPATH={wrong[0]['own_folder']} for it, or give "
-            "it an environment of its own"
+            f"does not run its own code: set PYTHONPATH={needed} for it, or give it an environment "
+            "of its own"
         )
 
 
@@ -686,15 +689,21 @@ def start_side(side: Run, folder: Path, launches: Launches, who: str) -> subproc
     if side.is_script:
         variables |= {"PYTHONPATH": with_side_file(os.environ.get("PYTHONPATH", ""))}
         variables |= WITHOUT_TIMEOUTS
-        own = "PYTHONPATH="  # the side's, in words of env, or of mpirun's -x
-        command = [
-            own + with_side_file(word.removeprefix(own)) if word.startswith(own) else word
-            for word in command
-        ]
+        command = reaching_side_file(command)
     if is_over_hosts(side):
         of_side = side.configuration.variables if side.is_script else ()
         command = pass_on(command, [RUN_MARK, *variables, *of_side])
     return launches.launch(command, folder, variables)
+
+
+def reaching_side_file(command: list[str]) -> list[str]:
+    """Return the command of a user's own script with the folder of what scripts import added to the
+    side's own PYTHONPATH, in words of env, or of mpirun's -x."""
+    own = "PYTHONPATH="
+    return [
+        own + with_side_file(word.removeprefix(own)) if word.startswith(own) else word
+        for word in command
+    ]
 
 
 def with_side_file(path: str) -> str:
