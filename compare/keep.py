@@ -5,8 +5,8 @@
 
 Writes results/MACHINE/DATE-QUESTION/record.jsonl, from which compare/report.py and
 compare/predict.py read all that they need, and adds its SHA-256 to results/sha256sums.txt. The home
-directory becomes ~, the project's own folder a dot, and the folder that a side's directory or its
-environment is in "...", so each line's digest is computed anew.
+directory becomes ~, the project's own folder a dot, and each folder that a side's directory or its
+environment is in "...", "...1" and so on, so each line's digest is computed anew.
 """
 
 import json
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from tyro.conf import Positional
 
 from compare.evidence.record import FILE, Record, read_comparison, with_digests
 from compare.evidence.words import without_paths
-from compare.plan.environment import ROOT
+from compare.plan.environment import COMMITS, ROOT
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import replace_file
 
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+OF_THE_SYSTEM = ("/usr/", "/opt/", "/bin/")  # paths that tell nothing of a user
 SUMS = "sha256sums.txt"  # `sha256sum --check sha256sums.txt` checks all records
 
 
@@ -72,29 +73,40 @@ def keep_comparison(
     return 0
 
 
-def places_of_sides(record: Record) -> list[str]:
+def places_of_sides(record: Record) -> dict[str, str]:
     """Return the absolute folders that hold the folders and environments of a user's own scripts,
-    the longest first."""
-    folders = {os.path.abspath(own.directory) for own in record.plan.side.values() if own.directory}
+    each with its name in what is kept."""
+    named = (os.path.expanduser(own.directory) for own in record.plan.side.values())
+    folders = {os.path.normpath(folder) for folder in named if os.path.isabs(folder)}
     for side in record.sides:
-        folders |= {os.path.dirname(side.environment.script or "")}
-        folders |= {os.path.dirname(os.path.dirname(side.environment.interpreter or ""))}
-        folders |= {*re.findall(r'\bPATH=(/[^:"]+)/bin\'?:"\$PATH"', side.command)}
+        folder = os.path.dirname(side.environment.script or "")
+        folders.add(folder.partition(f"/{COMMITS}/")[0])  # a worktree is where run.py was started
+        programs = re.findall(r"\bPATH=(/[^:']+)'?:\"\$PATH\"", side.command)
+        for path in (os.path.dirname(side.environment.interpreter or ""), *programs):
+            folders.add(path.removesuffix("/bin"))
     places = {os.path.dirname(without_paths(path)) for path in folders}
-    return sorted((place for place in places if place not in ("", "/", "~", ".")), key=len)[::-1]
+    own = sorted(place for place in places if place.startswith(("/", "~/")) and place != "/")
+    kept = [place for place in own if not f"{place}/".startswith(OF_THE_SYSTEM)]
+    return {place: f"...{number or ''}" for number, place in enumerate(kept)}
 
 
-def shortened(value: Any, places: Sequence[str]) -> Any:
-    """Return a JSON value with all its texts as on any machine, where sides were in `places`."""
+def shortened(value: Any, places: Mapping[str, str]) -> Any:
+    """Return a JSON value with all its texts as on any machine, where sides were in `places`.
+    UserError if two keys of a table would become the same."""
     if isinstance(value, str):
         text = without_paths(value)
-        for place in places:
-            text = text.replace(f"{place}/", ".../")
+        for place in sorted(places, key=len, reverse=True):
+            text = re.sub(rf"(?<![\w./~-]){re.escape(place)}(?![\w.-])", places[place], text)
         return text
     if isinstance(value, list):
         return [shortened(part, places) for part in value]
     if isinstance(value, dict):
-        return {shortened(key, places): shortened(part, places) for key, part in value.items()}
+        table = {shortened(key, places): shortened(part, places) for key, part in value.items()}
+        if len(table) < len(value):
+            raise UserError(
+                f"not kept: without this machine's paths two of {[*value]} are the same"
+            )
+        return table
     return value
 
 

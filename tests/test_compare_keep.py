@@ -13,6 +13,7 @@ from compare import keep, report
 from compare.evidence.record import FILE, FailureLine, Record, read_comparison
 from compare.plan.environment import ROOT
 from compare.plan.plan import Outcome
+from recipe.errors import UserError
 
 
 @pytest.fixture
@@ -53,6 +54,19 @@ def test_a_user_without_a_home_folder(home, monkeypatch):
     if home:
         monkeypatch.setenv("HOME", home)
     assert keep.without_paths(f"https://a/b {ROOT}/c") == "https://a/b ./c"
+
+
+def test_a_place_is_shortened_at_the_start_of_a_path_alone():
+    places = {"/data": "...", "/data/x": "...1", "~/work": "...2"}
+    for text, short in (
+        ("/data/x/t.py --at=/data/y", "...1/t.py --at=.../y"),
+        ("'PATH=/data/x/bin':\"$PATH\"", "'PATH=...1/bin':\"$PATH\""),
+        ("~/work/t.py:/data", "...2/t.py:..."),
+        *((other, other) for other in ("~/data/y", "/mnt/data/x", "/data2/x", "/data-x", "./data")),
+    ):
+        assert keep.shortened(text, places) == short
+    with pytest.raises(UserError, match=r"two of .* are the same"):
+        keep.shortened({"/data/a": 1, ".../a": 2}, places)
 
 
 def test_a_comparison_is_kept_and_says_what_it_said(comparison, capsys):

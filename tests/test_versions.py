@@ -1,5 +1,6 @@
 """Sides that are versions of one script: in two folders, of two commits, in two environments."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from test_side import plan_of
 
 from compare import keep
 from compare import run as run_command
-from compare.evidence.record import read_comparison
+from compare.evidence.record import FILE, read_comparison
 from compare.page.report import Report
 from compare.plan.environment import COMMITS, ROOT, shell_line
 from compare.plan.plan_file import scripts_sha256
@@ -143,6 +144,33 @@ def test_a_side_runs_in_its_folder_and_environment(
     assert f"{path} python t.py {here}/runs/compare-" in capsys.readouterr().out
     (here.parent / "old/t.py").write_text("changed")
     assert compare(*words, blocks=2)[1].startswith("compare/run.py: out holds another plan")
+
+
+def test_what_is_kept_tells_two_places_apart(here: Path, compare: Compare) -> None:
+    """Each has a folder proj with a train.py, and the second one an environment without bin/."""
+    for name in ("one", "two"):
+        (here.parent / name / "proj").mkdir(parents=True)
+        (here.parent / name / "proj/train.py").write_text(text_of(0.002))
+    python = environment(here.parent / "env").rename(here.parent / "env/python")
+    code, output = compare(
+        "--side",
+        f"one=directory={here.parent}/one/proj python train.py",
+        "--side",
+        f"two=directory={here.parent}/two/proj/ python={python} python train.py {here.parent}2/x",
+    )
+    assert code == 0, output
+    (here / "elsewhere").mkdir()
+    os.chdir(here / "elsewhere")
+    question = ["--machine", "m", "--question", "q", "--results", "results"]
+    assert keep.main(["../out", *question]) == 0
+    [kept] = Path("results").glob("m/*")
+    assert str(here.parent) not in (kept / FILE).read_text().replace(f"{here.parent}2/x", "")
+    record = read_comparison(kept)
+    assert {*record.plan.scripts} == {"...1/proj/train.py", "...2/proj/train.py"}
+    scripts = {side.configuration: side.environment.script for side in record.sides}
+    assert scripts == {"one": "...1/proj/train.py", "two": "...2/proj/train.py"}
+    [two] = [side for side in record.sides if side.configuration == "two"]
+    assert two.command.startswith("env -C ...2/proj/ PATH=.../env:")
 
 
 def test_a_line_for_a_shell_starts_what_run_py_starts(monkeypatch: pytest.MonkeyPatch) -> None:
