@@ -6,7 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
+from multiprocessing import Pipe
 from pathlib import Path
 
 import needs
@@ -20,12 +23,17 @@ from compare import report
 from compare import run as run_command
 from compare.evidence.record import read_comparison
 from compare.for_scripts.comparison_side import (
+    MOST_BYTES,
+    UNREADABLE,
     VERSION,
     Side,
+    State,
     WorkTree,
     cpu_seconds,
     digest_of,
     own_modules,
+    receive,
+    shortened,
     work_tree_of,
 )
 from compare.plan.environment import ROOT
@@ -117,6 +125,23 @@ def test_a_step_says_what_it_has_done_in_one_unit():
     for done in ({}, {"images": 1, "tokens": 2}):
         with pytest.raises(TypeError, match=r"in one unit, as in step\(images=64\)"):
             side.step(**done)
+
+
+def test_what_is_no_message_is_told_from_an_end():
+    """A long command line is shortened before it is sent."""
+    for sent in (b"{", b"[]", b"{}", b'{"state": "x"}', bytes(MOST_BYTES + 1), None):
+        here, there = Pipe()
+        with ThreadPoolExecutor(1) as pool, suppress(BrokenPipeError):
+            done = pool.submit(there.send_bytes, sent) if sent else pool.submit(there.close)
+            problem = {"problem": UNREADABLE} if sent else {}
+            assert receive(here) == (State.ENDED, problem)
+            here.close()  # of what is too long only the beginning was read
+            done.result(60)
+    words = ["train.py", *["word"] * 10_000]
+    shown = shortened(words)
+    assert len(" ".join(shown)) < MOST_BYTES / 10 and shown[0] == words[0]
+    assert shown[-1] == f"... and {len(words) - len(shown) + 1} more words"
+    assert shortened(words[:9]) == words[:9]
 
 
 def test_the_digest_of_weights_is_that_of_what_was_trained():
@@ -522,12 +547,12 @@ NO_STEP = WAITS.format(first="from comparison_side import Side; side = Side()")
         (
             {"before": PAIR + NO_STEP},
             60,
-            ["bad: after 2 s rank 1 has not called step, rank 0 has; each rank must call"],
+            ["bad: after 3 s rank 1 has not called step, rank 0 has; each rank must call"],
         ),
         (
             {"before": PAIR + WAITS.format(first="")},
             60,
-            ["after 2 s rank 1 has not made a Side\\(\\), rank 0 has; .* use Side\\(ranks=N\\)"],
+            ["after 3 s rank 1 has not made a Side\\(\\), rank 0 has; .* use Side\\(ranks=N\\)"],
         ),
         # A slow start is no mistake.
         ({"before": "import time\ntime.sleep(3)\n"}, 60, []),
@@ -571,9 +596,17 @@ NO_STEP = WAITS.format(first="from comparison_side import Side; side = Side()")
         ),
         ({"of_step": "if step == 20: os.closerange(3, 99)"}, 60, ["bad.*error: its Side is gone"]),
         (
-            {"of_step": "if step == 20: del side; time.sleep(600)"},
+            {"of_step": "if step == 20: del side; time.sleep(600)"}
+            | {"before": "import comparison_side, time\ncomparison_side.CLOSED_SECONDS = 1\n"},
             60,
             ["bad: rank 0 on .*: its Side is gone"],
+        ),
+        # Its training has ended: it evaluates, and ends as usual.
+        (
+            {"of_step": "if step == 20: del side; time.sleep(4); sys.exit()"}
+            | {"before": "import sys, time\n"},
+            60,
+            ["bad ended with exit code 0 after at least"],
         ),
     ],
 )
@@ -581,6 +614,7 @@ def test_a_side_that_misbehaves_is_named_and_nothing_hangs(
     bad, timeout, messages, compare_scripts, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("compare.running.scheduler.SILENT_SECONDS", 2.0)
+    monkeypatch.setattr("compare.running.scheduler.HOPELESS_SECONDS", 3.0)
     bad = script(tmp_path, "bad", **{"before": "import os, signal, time\n"} | bad)
     code, told = compare_scripts(
         script(tmp_path, "good"), bad, more=("--order-seed", "1"), timeout=timeout

@@ -27,6 +27,7 @@ RANDOM_IMAGES = "--data synthetic --synthetic-images 1000000"
 def main() -> None:
     """Run the trainer; flags of the command line override the defaults here."""
     defaults = DEFAULTS
+    take_turns.TrainerClient.gives_facts = take_turns.TrainerClient.digest = True
     if sys.argv[1] == "--alone":
         del sys.argv[1]
         defaults += f"-{read_world().rank}"

@@ -14,8 +14,9 @@ In a comparison `step` waits while other sides have their turns, and ends the pr
 measurement is over. The script must keep training until then, for example for a million epochs.
 Started by hand, the script runs as before: `step` returns at once.
 
-This file needs nothing but Python, and is alone in its folder, which run.py puts on the PYTHONPATH
-of scripts. A copy of it in your own project works as well, as long as its VERSION is run.py's.
+This file needs nothing but Python 3.10, and is alone in its folder, which run.py puts on the
+PYTHONPATH of scripts. A copy of it in your own project works as well, as long as its VERSION is
+run.py's.
 
 How it works: each rank has an agent on its host, a small process that holds the connection to the
 scheduler (compare/running/scheduler.py), pauses and continues the rank with all processes that it
@@ -48,7 +49,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -80,13 +81,16 @@ FORKED = (
     "its own Side() after it was forked"
 )
 CLOSED = (
-    "its Side is gone: the script has let go of it, or has closed all its files; keep it, and "
-    "train, until run.py ends this process"
+    "its Side is gone: its training has ended, or the script has let go of it, or has closed all "
+    "its files; keep it, and train, until run.py ends this process"
 )
+UNREADABLE = "it has sent something that is no message"
 CONNECT_SECONDS = 5.0  # time-out for each address
 RANK_END_SECONDS = 3.0  # given to a rank to end by itself
+CLOSED_SECONDS = 30.0  # the same, if its Side is gone: perhaps it evaluates, and then ends
 POLL_SECONDS = 0.02  # between two looks whether it has
-MOST_BYTES = 1 << 16  # of a message
+MOST_BYTES = 1 << 20  # of a message
+MOST_SHOWN = 1 << 14  # characters of a command line, in a message
 GIT_SECONDS = 10.0  # given to git to tell the commit
 # Variables by which git tells a hook its repository. (Settings, GIT_CONFIG_..., are the user's.)
 OF_A_REPOSITORY = (
@@ -175,12 +179,17 @@ def send(connection: Connection, state: State, **values: Any) -> None:
 
 
 def receive(connection: Connection) -> tuple[State, dict[str, Any]]:
-    """Wait for the next message; return its state and values, or ENDED if the other end is gone."""
+    """Wait for the next message; return its state and values, or ENDED if the other end is gone, or
+    sends what is no message."""
     try:
         values = json.loads(connection.recv_bytes(MOST_BYTES))
-    except (EOFError, OSError):
+        return State(values.pop("state")), values
+    except EOFError:
         return State.ENDED, {}
-    return State(values.pop("state")), values
+    except OSError as error:  # without a number if the length of a message is wrong
+        return State.ENDED, {} if error.errno else {"problem": UNREADABLE}
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return State.ENDED, {"problem": UNREADABLE}
 
 
 # -- The agent of a rank ---------------------------------------------------------------------------
@@ -216,7 +225,9 @@ def connect(addresses: str, key: str) -> Connection:
     """Return the connection to the scheduler, at the first address of `ADDRESS,ADDRESS:PORT` that
     answers and knows the key. End this process if none does."""
     hosts, _, port = addresses.rpartition(":")
-    options = (  # to notice within about a minute that a host has vanished
+    options = (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        # To notice within about a minute that a host has vanished.
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
@@ -283,12 +294,13 @@ def serve(scheduler: Connection, client: Connection, rank: "Process") -> None:
                     tree = tree_of(rank) or tree
                     send_signal(tree, signal.SIGCONT)
                     send(client, State.ENDED)
-                    deadline = time.monotonic() + RANK_END_SECONDS
+                    patience = CLOSED_SECONDS if sender is client else RANK_END_SECONDS
+                    deadline = time.monotonic() + patience
                     while rank.is_alive() and time.monotonic() < deadline:
                         time.sleep(POLL_SECONDS)  # let it end by itself
                     if sender is client:
-                        is_closed = CLOSED if rank.is_alive() else ""
-                        send(scheduler, state, **({"problem": is_closed} | values))
+                        problem = CLOSED if rank.is_alive() else ""
+                        send(scheduler, state, **({"problem": problem} | values))
                     return
                 if sender is client:
                     if state is State.READY:
@@ -419,10 +431,12 @@ class Client:
     measure several in one launch; "" during the warm-up.
     """
 
+    gives_facts = True  # after the warm-up: about the environment and the code
+
     def __init__(self, agent: Connection, warm_up: int, weights: Weights | None = None) -> None:
         self.agent, self.steps, self.case = agent, warm_up - LEAD_IN_STEPS, ""
         self.weights, self.is_warm = weights, False
-        self.unit, self.amount, self.done, self.began = "", 0.0, 0, 0.0
+        self.unit, self.amount, self.done, self.began = "", 0.0, 0, time.monotonic()
         self.before, self.delay = cpu_seconds(), float(os.environ.get(DELAY, 0))
         self.pid, self.file = os.getpid(), os.fstat(agent.fileno()).st_ino
 
@@ -483,7 +497,8 @@ class Client:
         environment, and the digest of a script's weights."""
         values: dict[str, Any] = {"images": self.amount, "unit": self.unit}
         if not self.is_warm:
-            values["facts"] = facts()
+            if self.gives_facts:
+                values["facts"] = facts()
             if self.weights is not None:
                 values["weights"] = digest_of(self.weights())
         self.is_warm = True
@@ -556,10 +571,21 @@ def facts() -> dict[str, Any]:
         "cuda": torch.version.cuda if torch and on_gpu else None,
         "nccl": nccl_version() if on_gpu else None,
         "kernel": platform.release(),
-        "command": sys.argv,
+        "command": shortened(sys.argv),
         "started_utc": "",
         **code_facts(),
     }
+
+
+def shortened(words: Sequence[str]) -> list[str]:
+    """Return a command line, or its beginning and how many words were left out."""
+    left, shown = MOST_SHOWN, list[str]()
+    for word in words:
+        left -= len(word) + 1
+        if left < 0:
+            return [*shown, f"... and {len(words) - len(shown)} more words"]
+        shown.append(word)
+    return shown
 
 
 def horovod_build(version: str | None) -> str | None:
@@ -602,8 +628,11 @@ def work_tree_of(folder: str) -> WorkTree | None:
 
 def code_facts() -> dict[str, Any]:
     """Return which interpreter, script and commit this is, a digest of the modules of the script's
-    work tree (without git: of its folder), and where its other modules come from."""
-    script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    work tree (without git: of its folder), and where its other modules come from. What cannot be
+    read is left out."""
+    script = ""
+    with suppress(OSError):  # the current folder was deleted
+        script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
     is_file = os.path.isfile(script)
     home = home_of(script)
     own = work_tree_of(home)
@@ -612,7 +641,8 @@ def code_facts() -> dict[str, Any]:
     files = {file for file in modules.values() if file.startswith(os.path.join(root, ""))}
     digest = sha256()
     for file in sorted(files):
-        digest.update(os.fsencode(f"{os.path.relpath(file, root)}\0{file_sha256(file)}\n"))
+        name = file[len(os.path.join(root, "")) :]
+        digest.update(os.fsencode(f"{name}\0{file_sha256(file)}\n"))
     return {
         "interpreter": sys.executable,
         "script": script if is_file else None,
@@ -631,7 +661,9 @@ def home_of(script: str) -> str:
     """Return the folder whose code is meant to run: the script's; but the current one if the script
     is none of the user's own (an installed command, python -c, python -m cProfile), or if it was
     imported (python -m) from another work tree than the one that the user is in."""
-    folder, here = os.path.dirname(script), os.path.realpath(os.getcwd())
+    folder, here = os.path.dirname(script), ""
+    with suppress(OSError):  # the current folder was deleted
+        here = os.path.realpath(os.getcwd())
     commands, library = (
         os.path.realpath(os.path.dirname(path)) for path in (sys.executable, os.__file__)
     )
@@ -664,7 +696,9 @@ def strangers(modules: Mapping[str, str], own: WorkTree) -> list[dict[str, Any]]
     """Return the packages that come from another work tree, though the script's own may have them:
     each with that work tree, the folder from which it was imported, and the same folder in the
     script's own work tree."""
-    path = {*map(os.path.realpath, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
+    path = set()
+    with suppress(OSError):  # the current folder was deleted
+        path = {*map(os.path.realpath, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
     found: dict[str, dict[str, Any]] = {}
     for name, file in modules.items():
         tree = work_tree_of(folder := os.path.dirname(file))
@@ -691,9 +725,11 @@ def is_twin(file: str, tree: WorkTree, own: WorkTree) -> bool:
     return is_outside and os.path.isfile(os.path.join(own.root, os.path.relpath(file, tree.root)))
 
 
-def file_sha256(path: str) -> str:
-    with open(path, "rb") as file:
+def file_sha256(path: str) -> str | None:
+    """Return the digest of a file; None if it cannot be read."""
+    with suppress(OSError), open(path, "rb") as file:
         return sha256(file.read()).hexdigest()
+    return None
 
 
 def git_commit(root: str) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from compare.for_scripts.comparison_side import State
+from compare.for_scripts.comparison_side import SCHEDULER, VERSIONED, State
 
 SHOWN_RANKS = 8  # in a message
 
@@ -37,9 +37,13 @@ class Task(NamedTuple):
 
 
 SLOW = "if it is only slow, give a larger --timeout"
+# What a rank needs to take part; launchers of other hosts and containers may drop it.
+PASS_ON = f"its launcher must pass on {SCHEDULER} and {VERSIONED}"
 # In the order in which a rank does them, by the state in which it has not done it yet.
 TASKS = {
-    None: Task("made a Side()", "started", "each rank must make one `side = Side()`"),
+    None: Task(
+        "made a Side()", "started", f"each rank must make one `side = Side()`, and {PASS_ON}"
+    ),
     State.STARTING: Task(
         "called step", "made a step", "each rank must call side.step() after each training step"
     ),
@@ -78,7 +82,10 @@ def lag_of(ranks: Sequence[Rank], num_ranks: int, is_script: bool) -> Lag | None
     if numbers := {rank.number for rank in ahead}:
         text += f", {ranks_text(sorted(numbers))} {has(len(numbers))}"
     is_ready = any(rank.state in (State.READY, State.PAUSED) for rank in ahead)
-    return Lag(text, remedy, began, is_script and is_ready and not began)
+    is_hopeless = is_script and is_ready and not began
+    if is_hopeless:
+        remedy += "; if it is only slow, let its ranks wait for each other in the first steps"
+    return Lag(text, remedy, began, is_hopeless)
 
 
 def who_has_not(ahead: Sequence[Rank], num_ranks: int) -> str:

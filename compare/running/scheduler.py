@@ -47,6 +47,7 @@ from compare.for_scripts.comparison_side import (
     LEAD_IN_STEPS,
     SCHEDULER,
     UNREACHABLE,
+    UNREADABLE,
     VERSION,
     VERSIONED,
     State,
@@ -110,6 +111,7 @@ PATIENCE = 2.0  # seconds to wait after a disturbed turn for other processes to 
 ABLATION_EVERY = 3  # rounds: after each of so many, a round without the exchange of gradients
 LISTEN_SECONDS = 0.2  # of measuring the load of other processes, while all sides are paused
 SILENT_SECONDS = 60.0  # for which nothing came of a side that is waited for: then a line says so
+HOPELESS_SECONDS = 300.0  # the same, if waiting seems not to help: some ranks may compile for long
 
 
 class MeasurementError(UserError):
@@ -454,14 +456,16 @@ class Scheduler(Launches):
                 continue
             rank = by_connection[ready]
             state, values = receive(rank.connection)
+            if state is State.READY and not is_measured(values):
+                state, values = State.ENDED, {"problem": UNREADABLE}
             if state is State.ENDED:
                 who = f"rank {rank.number} on {rank.host}"
-                if problem := values.get("problem"):
-                    text = f"{rank.side}: {who}: {problem}:\n{self.tail(rank.side)}"
-                    raise MeasurementError(text)
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the launcher may write more
                     self.started[rank.side].wait(END_SECONDS)
-                raise self.failure(rank.side, f"{who} ended")
+                if problem := values.get("problem"):
+                    text = f"{rank.side}: {who}: {problem}{self.hint(rank.side)}"
+                    raise MeasurementError(f"{text}:\n{self.tail(rank.side)}")
+                raise self.failure(rank.side, f"{who} ended, but its launcher did not")
             rank.state, rank.measured = state, rank.measured | values
             self.hear(rank.side)
             if state is State.WARMING_UP:
@@ -480,15 +484,17 @@ class Scheduler(Launches):
         now, live, guilty = time.monotonic(), list[str](), list[str]()
         for side in awaited:
             name = side.side
+            silent = now - self.heard[name]
+            is_late = silent > SILENT_SECONDS
+            if not is_late and now <= deadline:
+                continue
             lag = lag_of(self.of(side), self.ranks_of(side), side.is_script)
             if lag is None:
                 continue
-            silent = now - self.heard[name]
-            is_late = silent > SILENT_SECONDS
-            if now > deadline or (is_late and lag.is_hopeless):
+            if now > deadline or (lag.is_hopeless and silent > HOPELESS_SECONDS):
                 limit = f"{self.plan.timeout} s (--timeout)" if now > deadline else duration(silent)
                 guilty.append(f"{name}: after {limit} {lag.text}; {lag.remedy}:\n{self.tail(name)}")
-            elif is_late:
+            else:
                 live.append(f"waiting for {name} ({duration(silent)}): {lag.text}")
                 if name not in self.told:  # logs, too, show that it waits, and for what
                     print_line(live[-1])
@@ -503,8 +509,10 @@ class Scheduler(Launches):
         accepted, _ = self.listener.accept()
         limit = struct.pack("ll", HELLO_SECONDS, 0)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(accepted.detach())
-        with contextlib.suppress(OSError, EOFError, AuthenticationError):
+        # TypeError: its first message lacks something.
+        with contextlib.suppress(OSError, EOFError, AuthenticationError, TypeError):
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
             state, values = receive(connection)
@@ -526,11 +534,14 @@ class Scheduler(Launches):
         if (code := self.started[side].returncode) is not None:
             what = ended_text(side, code)
         when = "" if self.on_turn in ("", side) else " while it was paused"
+        hint = self.hint(side) or (self.ended_early(side) if code == 0 else "")
+        return MeasurementError(f"{what}{when}{hint}:\n{self.tail(side)}")
+
+    def hint(self, side: str) -> str:
+        """Return what a text in a failed side's output means for the user; "" if none is known."""
         # All of the output: the launcher may have written much after the error.
         output = (self.folder / side / SIDE_RUN.parent / "output.log").read_text(errors="replace")
-        hints = (meaning for sign, meaning in HINTS_BY_OUTPUT.items() if sign in output)
-        hint = next(hints, "" if code else self.ended_early(side))
-        return MeasurementError(f"{what}{when}{hint}:\n{self.tail(side)}")
+        return next((hint for sign, hint in HINTS_BY_OUTPUT.items() if sign in output), "")
 
     def ended_early(self, side: str) -> str:
         """Return what a user's own script has not done that has ended without an error; "" for a
@@ -548,6 +559,17 @@ class Scheduler(Launches):
         """Return the end of a side's output, and the path of all of it."""
         place = side / SIDE_RUN.parent
         return shown_tail(self.folder / place, kept=self.aside / place)
+
+
+def is_measured(values: Mapping[str, Any]) -> bool:
+    """Return whether a message has all measurements of a turn."""
+    times = ("seconds", "wall_seconds", "cpu_seconds", "busy", "window", "images")
+    facts = values.get("facts", {})
+    return (
+        all(isinstance(values.get(name), int | float) for name in times)
+        and isinstance(values.get("unit"), str)
+        and isinstance(facts, dict)
+    )
 
 
 def ended_text(side: str, code: int) -> str:
@@ -666,7 +688,7 @@ def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:
                 "--network-interface"
             )
         bound = here[0] if interface else ""
-    listener = socket.create_server((bound, 0), backlog=64)
+    listener = socket.create_server((bound, 0), backlog=4096)
     return listener, f"{','.join(here)}:{listener.getsockname()[1]}"
 
 

@@ -10,6 +10,7 @@ scripts report the end of a step themselves.
 
 import os
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,17 @@ ENDLESS_IMAGES = 1 << 22  # length of an epoch, so that no epoch ends in a turn
 
 class TrainerClient(Client):
     """A trainer's turns. They have images, phases and, if `digest` is set, the digest of the
-    trained weights, as the warm-up has; without `exchange` the gradients are not exchanged."""
+    trained weights; without `exchange` the gradients are not exchanged. A trainer tells about its
+    environment in its record, unless it is a side like a script (benchmarks/programs/trainer.py),
+    which then gives a digest after the warm-up, too."""
 
-    exchange, digest = True, True
+    gives_facts = digest = False
+    exchange = True
     session: Any = None
     model: Any = None
 
-    def __init__(self, *join: Any) -> None:
-        super().__init__(*join)
+    def __init__(self, agent: Connection, warm_up: int) -> None:
+        super().__init__(agent, warm_up)
         self.samples, self.laps = 0, list[Any]()
 
     def trained(self, session: Any, model: Any = None) -> None:
