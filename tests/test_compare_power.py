@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -150,6 +151,24 @@ def test_an_equal_side_passes_after_these_minutes() -> None:
         for minutes in [minutes_to_find(difference, noise, STARTS[0])]
     ]
     told = f"passes in {100 * min(passed):.0f} to {100 * max(passed):.0f} of 100 cases"
+    assert told in PAGE.read_text()
+
+
+def test_the_docs_say_when_the_interval_excludes_1() -> None:
+    shares = []
+    for difference, noise, start in product(DIFFERENCES, NOISE.values(), STARTS):
+        minutes = minutes_to_find(difference, noise, start)
+
+        def excludes_1(
+            minutes: int, ratio: float = 1 - difference, noise: float = noise, start: int = start
+        ) -> bool:
+            blocks, rounds = plan_of(minutes, start)
+            found = estimates(ratio, noise, max(blocks, MIN_BLOCKS), rounds, EXPERIMENTS)
+            ended = fmean((estimate.high or math.inf) < 1 for estimate in found)
+            return blocks >= MIN_BLOCKS and ended >= FOUND
+
+        shares.append(bisect_left(range(minutes), True, 1, key=excludes_1) / minutes)
+    told = f"takes {100 * min(shares):.0f} to {100 * max(shares):.0f} % of these minutes"
     assert told in PAGE.read_text()
 
 
