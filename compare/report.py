@@ -18,13 +18,14 @@ import sys
 import traceback
 from pathlib import Path
 
-from recipe.command import run_tool
+from recipe.command import call_tool, run_main
 from recipe.errors import refuse, system_errors
 from recipe.files import replace_file
 
 SCRIPT = "compare/report.py"
 ELSEWHERE = "--html FILE writes the page elsewhere, --no-html none"
 CHECK, NOT_CHECKED = "--check", 3  # the flag; its exit code after any error
+NO_GATE = "Gate: not judged"  # begins the message of an error there
 
 
 def report(
@@ -51,8 +52,8 @@ def report(
         svg: Write every plot as a file into this folder.
         no_html: No page.
         check: End with exit code 0 if each goal is reached, 1 if one is missed, 2 if one is
-            undecided, 3 if it cannot be judged, and say so in a last line (in another form than
-            text: on stderr).
+            undecided, 3 if it cannot be judged, and say so in a last line (of an error, and in
+            another form than text: on stderr).
         undecided_passes: With --check: 0 also if a goal is undecided.
     """
     forms = {"markdown": markdown, "csv": csv, "json": json}
@@ -105,31 +106,41 @@ def report(
     return 0 if passes else EXIT_CODES[gate.result]
 
 
-def run_report(words: list[str], error_code: int) -> int:
-    """Run the command and return the exit code; a missing package ends it with one message."""
+def run_report(words: list[str], name: str, error_code: int) -> int:
+    """Run the command and return the exit code. An error that its user can mend, such as a missing
+    package, ends it with one message, which begins with `name`."""
+
+    def body(words: list[str]) -> int:
+        code: int = call_tool(SCRIPT, report, __doc__, words)
+        return code
+
     try:
-        return run_tool(SCRIPT, report, __doc__, words, exit_code=error_code)
+        return run_main(name, body, words, exit_code=error_code, interrupted=f"{name}: interrupted")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "compare":
             raise
         packages = "msgspec scipy tabulate jinja2 tyro"
-        print(f"{SCRIPT}: this needs {error.name}: pip install {packages}", file=sys.stderr)
+        print(f"{name}: this needs {error.name}: pip install {packages}", file=sys.stderr)
         return error_code
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return the exit code. With --check, where 1 and 2 are answers, no error
-    ends with them: neither one in the flags nor a mistake in this project."""
+    ends with them: neither one in the flags nor a mistake in this project. Its line says so."""
     words = sys.argv[1:] if argv is None else argv
     if all(word.partition("=")[0] != CHECK for word in words):
-        return run_report(words, 1)
+        return run_report(words, SCRIPT, 1)
     try:
-        return run_report(words, NOT_CHECKED)
+        return run_report(words, NO_GATE, NOT_CHECKED)
     except SystemExit as ended:
-        return NOT_CHECKED if ended.code else 0
-    except Exception:
+        if not ended.code:  # after --help
+            return 0
+        reason = "the flags are wrong; see above"
+    except Exception as error:
         traceback.print_exc()
-        return NOT_CHECKED
+        reason = f"a mistake in this project: {type(error).__name__}: {error}"
+    print(f"{NO_GATE}: {reason}", file=sys.stderr)
+    return NOT_CHECKED
 
 
 if __name__ == "__main__":

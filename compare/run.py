@@ -39,7 +39,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from compare.evidence.paired import INTERVAL, MIN_BLOCKS
-from compare.evidence.record import Record, newest_comparison, record_to_write
+from compare.evidence.record import LOCK, Record, newest_comparison, record_to_write
 from compare.evidence.stopping import MOST_STRETCH
 from compare.evidence.words import count
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
@@ -173,7 +173,10 @@ def compare(plan: Plan, options: SimpleNamespace, argv: list[str]) -> int:
         try:
             return run_plan(plan, folder, options, argv)
         except KeyboardInterrupt:
-            print("\nstopped: what was measured is kept. To go on where it stopped:")
+            record = Record.open(folder)
+            is_begun = not record.is_empty and record.written
+            kept = "what was measured is kept. To go on where it stopped:"
+            print(f"\nstopped: {kept if is_begun else 'nothing was measured yet. To begin again:'}")
             print(f"    {shlex.join(command_words(argv, folder))}")
             return 130
 
@@ -292,7 +295,7 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
     """Keep a second run.py out of the folder; the lock ends with this process, however it ends.
     `instead`: what its user can do rather than wait."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as lock:
+    with (folder / LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -304,7 +307,7 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if os.listdir(folder) == ["lock"]:  # refused: nothing was made
+            if os.listdir(folder) == [LOCK]:  # refused: nothing was made
                 shutil.rmtree(folder)
 
 

@@ -1,11 +1,13 @@
 """The gate for CI: which exit code goals have, alone and together, and that no error has one that
 means something else."""
 
+import fcntl
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from records import a_plan, drop_runs, edit
 from test_compare_records import make_comparison
@@ -24,7 +26,9 @@ from compare.evidence.goals import (
     gate_result,
 )
 from compare.evidence.paired import Estimate
-from compare.evidence.record import FILE
+from compare.evidence.record import FILE, LOCK, FailureLine, PlanLine, Record
+from compare.plan.plan import Outcome
+from compare.plan.plan_file import plan_record
 
 PAIR = "ddp-torchrun:horovod-mpi"
 WIDE = {"horovod-mpi": 1700.0}  # a side's own speed: it differs much between blocks
@@ -80,15 +84,31 @@ def test_a_goal_that_is_not_judged_is_not_an_undecided_one() -> None:
 @pytest.mark.parametrize(
     ("goals", "code", "words"),
     [
-        ({PAIR: 1.05}, 0, "Gate: passed: goal ddp-torchrun / horovod-mpi ≥ 1.050: reached, 1."),
-        ({PAIR: 1.2}, 1, "Gate: failed: goal ddp-torchrun / horovod-mpi ≥ 1.200: not reached, 1."),
-        ({PAIR: 1.2, "horovod-mpi": 1}, 1, "Gate: failed: goal ddp-torchrun / horovod-mpi ≥ 1.2"),
+        (
+            {PAIR: 1.05},
+            0,
+            "Gate: passed: compare-1: goal ddp-torchrun / horovod-mpi ≥ 1.050: reached, 1.",
+        ),
+        (
+            {PAIR: 1.2},
+            1,
+            "Gate: failed: compare-1: goal ddp-torchrun / horovod-mpi ≥ 1.200: not reached, 1.",
+        ),
+        (
+            {PAIR: 1.2, "horovod-mpi": 1},
+            1,
+            "Gate: failed: compare-1: goal ddp-torchrun / horovod-mpi ≥ 1.2",
+        ),
         (
             {PAIR: 1.05, **WIDE},
             2,
-            "Gate: undecided: goal horovod-mpi ≥ 1,700 images/s: not shown, ",
+            "Gate: undecided: compare-1: goal horovod-mpi ≥ 1,700 images/s: not shown, ",
         ),
-        ({}, 3, "Gate: not judged: its plan has no goals; give run.py --goals FIRST:SECOND=RATIO."),
+        (
+            {},
+            3,
+            "Gate: not judged: compare-1: its plan has no goals; give run.py --goals FIRST:SECOND=",
+        ),
     ],
 )
 def test_the_exit_code_is_that_of_the_goals(
@@ -167,7 +187,7 @@ def test_other_forms_are_whole_and_the_gates_line_is_on_stderr(
     shown = capsys.readouterr()
     assert shown.out == without.out and without.err == ""
     [line] = shown.err.splitlines()
-    assert line.startswith("Gate: failed: goal ")
+    assert line.startswith("Gate: failed: compare-1: goal ")
     if form == "--json":
         value = json.loads(shown.out)
         assert value["gate"] == {"result": "failed", "sentence": line}
@@ -180,14 +200,48 @@ def test_other_forms_are_whole_and_the_gates_line_is_on_stderr(
 
 @pytest.mark.parametrize(
     "words",
-    [["nowhere"], ["--bogus"], ["--json", "--csv"], ["."], ["--html"]],
+    [[], ["nowhere"], ["--bogus"], ["--json", "--csv"], ["."], ["--html"]],
 )
 def test_no_error_has_an_exit_code_that_means_something(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert report.main([*words, "--check"]) == 3
-    assert report.main(["--check", *words, "--undecided-passes"]) == 3
+    for flags in ([*words, "--check"], ["--check", *words, "--undecided-passes"]):
+        assert report.main(flags) == 3
+        assert capsys.readouterr().err.count("Gate: not judged: ") == 1
+
+
+def test_a_comparison_that_measured_nothing_is_not_judged_and_says_why(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "compare-1"
+    folder.mkdir()
+    plan = PlanLine(plan=msgspec.to_builtins(plan_record(a_plan(), NOW), enc_hook=float))
+    Record.open(folder).append(plan)
+    before = f"{folder}: nothing was measured: "
+    assert gate(folder) == (3, f"Gate: not judged: {before}{UNFINISHED}")
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "it is still running its first block" in gate(folder)[1]
+    failure = FailureLine(
+        place="turns/block-1",
+        block=1,
+        outcome=Outcome("failed"),
+        folder="turns/block-1.failed-1",
+        output="b ended with exit code 1:\n  | much more",
+    )
+    Record.open(folder).append(failure)
+    reason = f"block 1 failed: b ended with exit code 1; see {folder / failure.folder}"
+    assert gate(folder) == (3, f"Gate: not judged: {before}{reason}")
+    assert report.main([str(folder)]) == 1
+    assert capsys.readouterr().err == f"compare/report.py: {before}{reason}\n"
+
+
+NOW = "2026-11-28T08:00:00+00:00"
+UNFINISHED = "the first block was not finished; the command that began it begins it again"
 
 
 def test_a_mistake_in_this_project_is_no_missed_goal(
@@ -195,7 +249,8 @@ def test_a_mistake_in_this_project_is_no_missed_goal(
 ) -> None:
     monkeypatch.setattr("compare.page.formats.as_text", lambda _: 1 / 0)
     assert report.main([str(measured), "--check", "--no-html"]) == 3
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("Gate: not judged: a mistake in this project: ZeroDivisionError")
     with pytest.raises(ZeroDivisionError):
         report.main([str(measured), "--no-html"])
 

@@ -130,7 +130,11 @@ def test_a_ladder_says_what_each_rung_costs_and_whether_it_trains_the_same(tmp_p
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nowhere", "does not exist"), (".", "holds no record.jsonl"), ("failed", "(12 failed); see")],
+    [
+        ("nowhere", "does not exist"),
+        (".", "holds no record.jsonl"),
+        ("failed", "nothing was measured: block-3/horovod-mpi-1 failed; see"),
+    ],
 )
 def test_nothing_to_report_is_one_message_and_exit_code_1(tmp_path, template, name, words, refusal):
     if name == "failed":

@@ -332,6 +332,15 @@ def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path):
     assert launch.shown_tail(tmp_path).count("error:") == 1
 
 
+@pytest.mark.parametrize("script", ["nosuch.py", "-m nosuch"])
+def test_that_python_finds_no_script_is_not_hidden_by_a_launcher(script, tmp_path):
+    command = f"{sys.executable} {script}; seq -f 'torchrun: line %g' 30"
+    log = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path)
+    (tmp_path / "output.log").write_text(log.stderr + log.stdout)
+    first, second, *_ = launch.shown_tail(tmp_path).splitlines()
+    assert "nosuch" in first and second.endswith("| ...")
+
+
 def test_a_time_limit_before_the_training_asks_for_the_network_only_where_there_is_one(
     tmp_path, capsys
 ):

@@ -11,6 +11,7 @@ kept elsewhere (the report prints it, and results/sha256sums.txt holds those of 
 with it a change is found of the last line, or by somebody who computed all digests anew.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -44,7 +45,7 @@ from recipe.errors import UserError, system_errors
 from recipe.files import sync_folder
 from recipe.record.schema import Count, Text, Whole
 
-FILE = "record.jsonl"
+FILE, LOCK = "record.jsonl", "lock"  # in a comparison's folder; run.py holds the lock
 
 
 class Line(Struct, frozen=True, kw_only=True, tag_field="line"):
@@ -320,6 +321,10 @@ class Record:
         """Return the last failure of a run that has failed."""
         return [failure for failure in self._failures if failure.place == place][-1]
 
+    @property
+    def last_failure(self) -> FailureLine | None:
+        return self._failures[-1] if self._failures else None
+
     @cached_property
     def groups(self) -> list[Group]:
         """Each case at each number of workers."""
@@ -510,13 +515,34 @@ def record_to_write(folder: Path) -> Record:
 
 
 def read_comparison(folder: Path) -> Record:
-    """Return a record for a report; UserError if nothing was measured."""
+    """Return a record for a report; UserError if nothing was measured, with the reason."""
     record = Record.open(folder)
-    if record.is_empty:
-        raise UserError(f"{folder}: nothing was measured")
-    if not record.written:
-        ended = [run for run in record.runs if run.status != "not run"]
-        where = f"; see {ended[0].folder / 'output.log'}" if ended else ""
-        nothing = f"none of its {len(record.runs)} runs is complete ({len(ended)} failed){where}"
-        raise UserError(record.problem or f"{folder}: {nothing}")
-    return record
+    if not record.is_empty and record.written:
+        return record
+    reason = "the first block was not finished; the command that began it begins it again"
+    if record.last_failure:
+        reason = failure_text(record, record.last_failure)
+    elif is_being_written(folder):
+        reason = "it is still running its first block; wait for it"
+    raise UserError(record.problem or f"{folder}: nothing was measured: {reason}")
+
+
+def failure_text(record: Record, failure: FailureLine) -> str:
+    """Say what failed and where its output is."""
+    what, where = f"{failure.place} {failure.outcome.status}", record.output_of(failure)
+    if is_of_turns(failure):  # its output begins with the reason
+        reason = failure.output.partition("\n")[0].removesuffix(":")
+        what, where = f"block {failure.block} failed: {reason}", record.folder / failure.folder
+    return f"{what}; see {where}"
+
+
+def is_being_written(folder: Path) -> bool:
+    """Return whether a run.py works in this folder now: it holds the folder's lock."""
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock there, or none possible
+        pass
+    return False

@@ -26,15 +26,13 @@ def gate_of(reports: Sequence[Report]) -> Gate:
     names = shortest_unique_names([report.record.folder for report in reports])
     named = defaultdict[str, list[str]](list)
     for name, report in zip(names, reports, strict=True):
-        for reason in reasons_of(report, result):
-            named[reason].append(name)
-    reasons = [
-        f"{', '.join(own)}: {reason}" if len(reports) > 1 else reason
-        for reason, own in named.items()
-    ]
-    if len(reasons) > MOST_LISTED:
-        reasons = counted([goal for report in reports for goal in report.goals], [])
-    return Gate(result, f"Gate: {result}: {'; '.join(reasons).removesuffix('.')}.")
+        if reasons := reasons_of(report, result):
+            named["; ".join(reasons)].append(name)
+    texts = [f"{', '.join(own)}: {reasons}" for reasons, own in named.items()]
+    if sum(len(reasons_of(report, result)) for report in reports) > MOST_LISTED:
+        every = counted([goal for report in reports for goal in report.goals], [])
+        texts = [f"{', '.join(names)}: {'; '.join(every)}"]
+    return Gate(result, f"Gate: {result}: {'; '.join(texts).removesuffix('.')}.")
 
 
 def reasons_of(report: Report, result: str) -> list[str]:

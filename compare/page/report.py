@@ -14,7 +14,7 @@ from compare.evidence.goals import goals_of
 from compare.evidence.memory import KINDS, Leak, leaks
 from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, MIN_BLOCKS, Estimate
-from compare.evidence.record import Record
+from compare.evidence.record import Record, is_being_written
 from compare.evidence.rows import (
     phase_differences,
     phase_rows,
@@ -183,9 +183,9 @@ class Report:
 
     @property
     def next_step(self) -> tuple[str, str]:
-        """How this comparison decides more: a sentence, and the command for it. Both are empty if
-        no command does so: all is decided or would take too long, or this is a kept record or one
-        of other sources, which run.py refuses to extend."""
+        """How this comparison decides more: a sentence, and the command for it. The
+        command is empty if none does so. Both are if all is decided or would take too long, or if
+        this is a kept record or one of other sources, which run.py refuses to extend."""
         record, end = self.record, list[str]()
         later = extension_of(record, [*self.verdicts, *self.goals])
         is_elsewhere = record.folder.resolve().is_relative_to(ROOT / "results")
@@ -193,6 +193,8 @@ class Report:
         is_over = record.problem or not (record.unfinished or later)
         if is_over or is_elsewhere or is_changed:
             return "", ""
+        if record.unfinished and is_being_written(record.folder):
+            return "The measurement is still running.", ""
         text = "This command continues the measurement:"
         if later:
             what = "narrow the intervals" if record.plan.null else "decide more"

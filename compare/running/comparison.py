@@ -17,7 +17,15 @@ from msgspec.structs import replace
 from compare.evidence.group import Group
 from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.reading import TimedSummary, read_record
-from compare.evidence.record import FILE, FailureLine, NotWrittenError, PlanLine, Record, RunLine
+from compare.evidence.record import (
+    FILE,
+    LOCK,
+    FailureLine,
+    NotWrittenError,
+    PlanLine,
+    Record,
+    RunLine,
+)
 from compare.evidence.runs import read_run_folder
 from compare.evidence.stopping import (
     MOST_STRETCH,
@@ -68,7 +76,7 @@ def check_same_plan(plan: Plan, record: Record) -> PlanRecord:
     more blocks than this one has; or if the folder is not a comparison's."""
     new = plan_record(plan, utc_now())
     if record.is_empty:
-        if any(child.name not in ("lock", FILE) for child in record.folder.iterdir()):
+        if any(child.name not in (LOCK, FILE) for child in record.folder.iterdir()):
             raise UserError(
                 f"{record.folder} is not empty and holds no comparison; give another --out DIR"
             )

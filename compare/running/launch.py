@@ -37,9 +37,10 @@ TAIL_BYTES = 8192  # read from the end of metrics.jsonl; its last step line is s
 TAIL_LINES = 20  # shown of a failed run's output
 TAIL_INDENT = " " * 8
 # An error of recipe/errors.py or of Python, perhaps after the prefix of a rank, of horovodrun or of
-# torchrun; or one of ssh.
+# torchrun; one of the interpreter, which has not found its script; or one of ssh.
 CAUSE = re.compile(
-    r"(\[[^]]*\](<stderr>:|:? ))*(error|[\w.]*(Error|Exception)): |ssh: |Host key |"
+    r"(\[[^]]*\](<stderr>:|:? ))*(error|[\w.]*(Error|Exception)): |"
+    r"\S+: (can't open file '|No module named )|ssh: |Host key |"
     r".*Permission denied \("
 )
 
