@@ -209,7 +209,11 @@ def test_no_error_has_an_exit_code_that_means_something(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for flags in ([*words, "--check"], ["--check", *words, "--undecided-passes"]):
+    for flags in (
+        [*words, "--check"],
+        ["--check", *words, "--undecided-passes"],
+        [*words, "--check=True"],
+    ):
         assert report.main(flags) == 3
         assert capsys.readouterr().err.count("Gate: not judged: ") == 1
 

@@ -312,6 +312,27 @@ def test_a_hooks_variables_and_hooks_are_not_those_of_the_worktrees(
     assert commits == {sha[:12] for sha in git("rev-parse", "v/1", "HEAD").split()}
 
 
+def test_one_pythonpath_serves_all_commits(
+    repository: Path, compare: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a package comes from the user's own work tree, as after pip install -e."""
+    library = repository.parent / "src/lib.py"
+    library.parent.mkdir()
+    for seconds in (0.002, 0.003):
+        library.write_text(f"seconds = {seconds}")
+        (repository / "train.py").write_text(text_of(0.002, "import lib"))
+        git("add", "--all", str(repository.parent))
+        git("commit", "--quiet", "--message", f"library {seconds}")
+    monkeypatch.setenv("PYTHONPATH", str(library.parent))
+    code, output = compare("--commits", "HEAD", "HEAD~", "--", "python", "train.py")
+    assert code == 1 and f"imports lib from {library.parent}, another work tree" in output
+    [given] = {*re.findall(r"set (PYTHONPATH=\S+) for it", output)}
+    assert given == "PYTHONPATH=../src"
+    words = ["--out", "own", "--commits", "HEAD", "HEAD~", "--", given, "python", "train.py"]
+    code, output = compare(*words)
+    assert code == 0, output
+
+
 def test_two_names_that_would_be_one_sides_name(repository: Path) -> None:
     git("tag", "v-1", "HEAD")
     options = run_command.parse_options(["--commits", "v/1", "v-1", "--", "python", "t.py"], "")
