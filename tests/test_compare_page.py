@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from records import a_plan, edit, fail_run
 from test_compare_records import make_comparison, make_square
 
 from compare import report
+from compare.evidence.equality import Fact, Said
 from compare.page.chart import PALETTE
+from compare.page.formats import fact_text
 
 WIDTHS = (390, 1440)
 CHROMIUM = next(
@@ -330,3 +333,11 @@ def test_colours_stand_in_one_place(pages):
         colours = [colour for three in PALETTE.values() for colour in three]
         assert sorted(re.findall(r"#[0-9a-f]{3,6}\b", style)) == sorted(colours)
     assert used and all(len(three) == 3 for three in PALETTE.values())
+
+
+def test_a_commit_that_changed_between_blocks_is_shown_with_the_later_one():
+    rows = tuple(Said(block, "mine", f"commit-{max(block, 2)}") for block in (1, 2, 3))
+    fact = Fact("git_commit", "", 0, True, True, (), rows)
+    assert fact_text(fact) == "commit-2, then commit-3"
+    seed = replace(fact, field="seed", rows=rows[1:])
+    assert fact_text(seed) == "commit-2, another in each block"

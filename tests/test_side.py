@@ -34,6 +34,7 @@ from compare.for_scripts.comparison_side import (
     own_modules,
     receive,
     shortened,
+    used,
     work_tree_of,
 )
 from compare.plan.environment import ROOT
@@ -283,6 +284,27 @@ def test_the_cpu_time_of_what_has_ended_stays_counted():
     code = "import time\nwhile time.process_time() < 0.1: pass\nprint(time.process_time())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert cpu_seconds() - before >= float(done.stdout)
+
+
+def test_a_mapped_file_is_no_memory_of_a_side(tmp_path):
+    """How much of a data set is resident says nothing about a leak."""
+    size = 64 << 20
+    np.zeros(size, np.uint8).tofile(tmp_path / "tokens")
+    _, before = used()
+    mapped = np.memmap(tmp_path / "tokens", np.uint8, "r")
+    assert mapped.sum() == 0  # which reads all of it
+    assert used()[1] - before < size / 4
+    kept = np.ones(size, np.uint8)
+    assert used()[1] - before > size / 2 and kept[0]
+
+
+def test_the_agent_is_no_child_of_the_rank(compare_scripts, tmp_path):
+    """A script that waits for all of its children would wait for it for ever."""
+    before = "import contextlib, os, time\n"
+    step = "with contextlib.suppress(ChildProcessError): os.wait()"
+    one = script(tmp_path, "one", before=before, of_step=step)
+    code, told = compare_scripts(one, script(tmp_path, "two"))
+    assert code == 0, told
 
 
 def test_a_measured_script_needs_python_alone(compare_scripts, tmp_path):
@@ -622,6 +644,24 @@ def test_a_side_that_misbehaves_is_named_and_nothing_hangs(
     assert code == bool(messages), told
     assert all(re.search(message, told, re.DOTALL) for message in messages), told
     assert "good: " not in told
+
+
+OUTLIVES = """
+import os, subprocess, sys, time
+if "INNER" not in os.environ:
+    subprocess.run([sys.executable, *sys.argv], env=os.environ | {"INNER": "1"})
+    time.sleep(600)
+"""
+
+
+def test_a_launcher_that_outlives_its_rank_is_told(compare_scripts, tmp_path, monkeypatch):
+    monkeypatch.setattr("compare.running.scheduler.END_SECONDS", 1.0)
+    bad = script(tmp_path, "bad", before=OUTLIVES, steps=12)
+    code, told = compare_scripts(script(tmp_path, "good"), bad)
+    assert code == 1 and re.search(r"bad: rank 0 on \S+ ended, but its launcher did not", told), (
+        told
+    )
+    assert "more epochs" not in told
 
 
 def test_a_leak_is_a_line_and_the_memory_of_sides_is_shown(compare_scripts, tmp_path, capsys):

@@ -26,9 +26,10 @@ CONDITIONS = [
     for field in fields(Environment)
     if field.name not in {*NO_CONDITION, "variables"}  # variables are compared one by one
 ]
-# Fields that scripts alone have. The commit may change between blocks: it may be of something that
-# no side loads, and `code_sha256` says whether.
+# Fields that scripts alone have. Commit and places may change between blocks: `code_sha256` and the
+# versions say whether what runs has changed.
 COMMIT = "git_commit"
+MAY_CHANGE = {COMMIT, "interpreter", "script"}
 OF_SCRIPT = ("interpreter", "script", "script_sha256", "code_sha256")
 # Software that not every configuration uses, and what earlier records lack: it must be equal among
 # those that have it.
@@ -156,7 +157,7 @@ def compare_facts(
     """
     order = plan.names.index
     varied = {pair: varied_fields(plan, *pair) for pair in plan.pairs()}
-    of_block = OF_BLOCK | {COMMIT} | (OF_JOB if plan.is_allocation else set())
+    of_block = OF_BLOCK | MAY_CHANGE | (OF_JOB if plan.is_allocation else set())
     facts = []
     for is_of_sides, runs in ((False, whole), (True, sides)):
         in_order = sorted(runs, key=lambda run: (run.block, order(run.configuration)))

@@ -1,4 +1,7 @@
-"""The memory of a side during its turns, and whether it grows for ever: a leak."""
+"""The memory of a side during its turns, and whether it grows steadily, as by a leak.
+
+Mapped files and shared memory are no part of it, so a leak in shared memory is not seen.
+"""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -14,7 +17,7 @@ MIN_TURNS = 6  # of a block, two in each third
 # The least growth that is told, per 100 steps, as a share of the memory: 1 MB of 1 GB.
 LEAST_SHARE = 0.001
 # A leak is as steep later on; what fills up once, such as caches, is less and less steep.
-LEAST_STEADINESS = 0.5
+LEAST_STEADINESS = 0.8
 
 
 class Leak(NamedTuple):

@@ -107,9 +107,8 @@ OF_A_REPOSITORY = (
     "GIT_WORK_TREE",
 )
 BOOT_ID = "/proc/sys/kernel/random/boot_id"  # hosts that share a kernel share its cores, too
-# Positions in /proc/PID/stat behind the name: state, parent, CPU times, the start since boot, and
-# the resident memory
-STATE, PARENT, USER, SYSTEM, BEGAN, PAGES = 0, 1, 11, 12, 19, 21
+# Positions in /proc/PID/stat behind the name: state, parent, CPU times, and the start since boot
+STATE, PARENT, USER, SYSTEM, BEGAN = 0, 1, 11, 12, 19
 INSTALLED = re.compile("/(site|dist)-packages/")  # in the path of an installed module
 # The packages whose versions a script's record holds, if the script has loaded them.
 FRAMEWORKS = (
@@ -251,7 +250,8 @@ def connect(addresses: str, key: str) -> Connection:
 
 def start_agent(scheduler: Connection, **who: Any) -> Connection:
     """Fork this process's agent and return the connection to it. The agent sends the scheduler
-    `who`: the rank's identity."""
+    `who`: the rank's identity. It is no child of the rank, whose script may wait for all of its
+    children."""
     here, there = Pipe()
     rank = Process.of(os.getpid())
     with warnings.catch_warnings():
@@ -261,11 +261,14 @@ def start_agent(scheduler: Connection, **who: Any) -> Connection:
     if child == 0:
         try:
             os.setsid()  # leave the process group that launchers send signals to
-            keep_open(scheduler.fileno(), there.fileno())
-            send(scheduler, State.STARTING, **who)
-            serve(scheduler, there, rank)
+            if os.fork() == 0:
+                keep_open(scheduler.fileno(), there.fileno())
+                send(scheduler, State.STARTING, **who)
+                serve(scheduler, there, rank)
         finally:
             os._exit(0)
+    with suppress(ChildProcessError):  # the rank ignores SIGCHLD
+        os.waitpid(child, 0)
     scheduler.close()
     there.close()
     return here
@@ -405,16 +408,26 @@ def cpu_seconds() -> float:
 
 def used() -> tuple[float, int]:
     """Return `cpu_seconds`, and the bytes of memory that this process and its living descendants
-    have resident; what they share counts for each of them."""
+    have resident, without files and memory that are mapped to be shared: how much of a mapped data
+    set is resident says nothing about the script. What forks have in common counts for each."""
     import resource  # which Windows lacks, where a script may run by hand
 
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # children that were waited for
     # process_time() has a resolution of nanoseconds, /proc of hundredths of a second.
     own = time.process_time() + ended.ru_utime + ended.ru_stime
-    fields = [child.stat for child in tree_of(Process.of(os.getpid()))]
+    children = tree_of(Process.of(os.getpid()))
+    fields = [child.stat for child in children]
     ticks = sum(int(of_child[USER]) + int(of_child[SYSTEM]) for of_child in fields if of_child)
-    pages = sum(int(of[PAGES]) for of in (stat_of(os.getpid()), *fields) if of)
+    pages = sum(map(own_pages, [os.getpid(), *(child.pid for child in children)]))
     return own + ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def own_pages(pid: int) -> int:
+    """Return the pages that a process has resident, without shared ones; 0 if it is gone."""
+    with suppress(OSError):
+        _size, resident, shared, *_ = map(int, read(f"/proc/{pid}/statm").split())
+        return resident - shared
+    return 0
 
 
 # -- A rank's turns --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from compare.evidence.equality import COMMIT, Fact
+from compare.evidence.equality import MAY_CHANGE, Fact
 from compare.evidence.record import Record
 from compare.evidence.words import count, difference_text, place_text, short, shortest_unique_names
 from compare.page.chart import template
@@ -130,9 +130,11 @@ def fact_text(fact: Fact) -> str:
     """Return the value that runs have in common, or in what they differ."""
     if fact.unequal_blocks:
         return f"{difference_text(fact).split(': ', 1)[1]} ({place_text(fact.case, fact.workers)})"
-    value = short(fact.rows[0].value)
-    differs = fact.is_of_block and fact.field != COMMIT
-    return f"{value}, another in each block" if differs else value
+    values = dict.fromkeys(short(row.value) for row in fact.rows)
+    if fact.field in MAY_CHANGE:
+        return ", then ".join(values)
+    value = next(iter(values))
+    return f"{value}, another in each block" if fact.is_of_block else value
 
 
 def commands(record: Record) -> list[tuple[str, str]]:

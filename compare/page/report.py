@@ -478,7 +478,7 @@ def leak_text(leak: Leak) -> str:
     grown = three_digits(1e-6 * leak.bytes_per_100_steps)
     return (
         f"the {KINDS[leak.kind]} of {leak.side} grew by {grown} MB in 100 steps, in each of "
-        f"{leak.blocks} blocks; before a long training, look for a leak"
+        f"{leak.blocks} blocks: a leak, or a cache that fills up slowly"
     )
 
 
