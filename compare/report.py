@@ -18,6 +18,8 @@ import sys
 import traceback
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # an environment may lack this project
+
 from recipe.command import call_tool, run_main
 from recipe.errors import refuse, system_errors
 from recipe.files import replace_file
@@ -120,7 +122,9 @@ def run_report(words: list[str], name: str, error_code: int) -> int:
         if error.name is None or error.name.split(".")[0] == "compare":
             raise
         packages = "msgspec scipy tabulate jinja2 tyro"
-        print(f"{name}: this needs {error.name}: pip install {packages}", file=sys.stderr)
+        python = Path(__file__).resolve().parents[1] / ".venv/bin/python"
+        remedy = f"pip install {packages}, or call it with {python}"
+        print(f"{name}: this needs {error.name}: {remedy}", file=sys.stderr)
         return error_code
 
 

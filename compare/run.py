@@ -17,6 +17,7 @@ command, given again after Ctrl-C, a crash or a reboot, goes on where the compar
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import re
 import secrets
@@ -33,6 +34,13 @@ from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
+
+if not importlib.util.find_spec("recipe"):
+    tool = Path(__file__).resolve().parents[1]
+    sys.exit(
+        f"compare/run.py: {sys.executable} is not of this project's environment: activate that (`. "
+        f"{tool}/.venv/bin/activate`; `make setup` makes it), or call {tool}/.venv/bin/python"
+    )
 
 from msgspec.structs import fields, replace
 from tyro.conf import Positional, UseAppendAction, arg

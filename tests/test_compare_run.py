@@ -332,6 +332,23 @@ def test_what_a_trainer_said_is_not_hidden_by_its_launcher(mark, tmp_path):
     assert launch.shown_tail(tmp_path).count("error:") == 1
 
 
+@pytest.mark.parametrize(
+    ("script", "code", "words"),
+    [
+        ("run.py", 1, "is not of this project's environment: activate that (`. "),
+        ("report.py", 1, "compare/report.py: this needs "),
+        ("report.py --check", 3, "Gate: not judged: this needs "),
+    ],
+)
+def test_another_environment_is_one_sentence(script, code, words, tmp_path):
+    python = [sys.executable, "-S", "-I"]  # without any installed package
+    name, *flags = script.split()
+    command = [*python, str(ROOT / "compare" / name), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    [line] = ended.stderr.splitlines()
+    assert ended.returncode == code and words in line and f"{ROOT}/.venv/bin/python" in line
+
+
 @pytest.mark.parametrize("script", ["nosuch.py", "-m nosuch"])
 def test_that_python_finds_no_script_is_not_hidden_by_a_launcher(script, tmp_path):
     command = f"{sys.executable} {script}; seq -f 'torchrun: line %g' 30"
