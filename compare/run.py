@@ -201,6 +201,8 @@ def take_commits(options: SimpleNamespace) -> None:
         )
     if len(options.commits) < 2 and not (options.plan or options.side or options.null):
         raise UserError(f"{given}: name two commits, or give --null to compare one with itself")
+    if len(command) == 1 and " " in command[0] and not Path(command[0]).exists():
+        raise UserError(f"{given} -- '{command[0]}': is one word; leave out its quotes")
     names = dict[str, str]()
     for commit in options.commits:
         sha = full_name(commit)
@@ -492,7 +494,9 @@ def parse_named_value(key: str, text: str) -> tuple[str, Any]:
     if key == "margins":
         pair, _, value = text.rpartition("=")
         return pair, value
-    name, _, rest = text.partition("=")
+    name, sign, rest = text.partition("=")
+    if key == "side" and (not sign or " -" in name):
+        raise UserError(f"--side {text}: its name is missing; write --side 'NAME={text}'")
     try:
         words, variables = shlex.split(rest), dict[str, str]()
     except ValueError as error:
@@ -507,10 +511,11 @@ def parse_named_value(key: str, text: str) -> tuple[str, Any]:
         return name, {"base": base, "flags": words, "environment": variables}
     settings = {word: variables.pop(word) for word in KEYS_OF_SCRIPTS if word in variables}
     for word in filter(str.islower, variables):
+        known = near_match(word, KEYS_OF_SCRIPTS)
+        remedy = known if known.endswith("?") else f"{known}."
         raise UserError(
             f"--side {name}: {word}={variables[word]}: there is no key {word}; "
-            f"{near_match(word, KEYS_OF_SCRIPTS)} To set a variable with a small name, begin the "
-            f"command with `env {word}=...`"
+            f"{remedy} To set a variable with a small name, begin the command with `env {word}=...`"
         )
     return name, {"command": words, "environment": variables, **settings}
 

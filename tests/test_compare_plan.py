@@ -231,6 +231,7 @@ def test_flags_win_over_the_file(here):
             "[side.a]\ncommand = 'a'\ncopies = 2\n[side.b]\ncommand = 'b'\ncopies = 1",
             ["there is no key copies"],
         ),
+        ("turns = 5", ["there is no key turns; did you mean rounds?"]),
         ("hostfile = 'nowhere'", ["hostfile nowhere", "cannot be read"]),
         ("[goals]\n'a:b' = 'x'", ['[goals] "a:b" = "x": expected `float`, got `str`']),
         ("workers = [4]\n[side.a]\ncommand = 'a'", ["workers = [4]: is for this project's"]),

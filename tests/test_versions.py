@@ -401,6 +401,7 @@ def test_a_commit_that_fails_leaves_no_worktree(repository: Path, compare: Compa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["main", "HEAD~1", "--", "python t.py"], "-- 'python t.py': is one word; leave out its"),
         (["main", "HEAD", "--", "python", "t.py"], "main and HEAD are the same commit, .* --null$"),
         (["main", "nothing", "--", "python", "t.py"], "commit nothing: there is no such commit"),
         (["main..HEAD", "v/1", "--", "python", "t.py"], r"commit main\.\.HEAD: there is no such"),

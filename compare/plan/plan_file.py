@@ -74,6 +74,9 @@ OF_TRAINERS = (
 )
 FIELD_OF = {field.name: field for field in FIELDS}
 OF_A_RULE = ("until_interval", "minutes")
+# Words that only a shell understands.
+SHELL_ONLY = {">", ">>", "<", "2>", "2>&1", "&>", "|", "||", "&&", "&", ";"}
+MOST_RATIO = 50  # a larger goal of a ratio is a percentage
 # Fields that a plan to be repeated always gives, even with their default values.
 ALWAYS_SAID = ("configurations", "workers", *OF_A_RULE, "seed")
 IDENTIFIES = Meta(extra={"identifies": True})
@@ -95,7 +98,10 @@ def explanation(message: str, table: dict[str, Any]) -> str:
     place = path.removeprefix(".").rstrip("`")
     what = what[0].lower() + what[1:]
     if unknown := re.search("unknown field `(.*)`", what):
-        what = f"there is no key {unknown[1]}; {near_match(unknown[1], KNOWN_KEYS)}"
+        key, of_flags = unknown[1], {flag_of(field): field.encode_name for field in FIELDS}
+        of_flag = of_flags.get(f"--{key.replace('_', '-')}")  # --turns is the key rounds
+        known = [of_flag] if of_flag else KNOWN_KEYS
+        what = f"there is no key {key}; {near_match(of_flag or key, known)}"
     if "matching regex" in what:
         what = "holds a control character"
     part = table.get(place.removesuffix("[...]"))
@@ -258,6 +264,11 @@ def check_names(plan: Plan) -> None:
             check_known(f"--goals {key}:", name, plan.configurations)
         if not 0 < plan.goals[key] < math.inf:
             raise UserError(f"--goals {key}={plan.goals[key]:g}: give a number above 0")
+        if len(names) > 1 and plan.goals[key] >= MOST_RATIO:
+            raise UserError(
+                f"--goals {key}={plan.goals[key]:g}: is a ratio of speeds, not a "
+                f"percentage; give {key}={plan.goals[key] / 100:g}"
+            )
         if len(set(names)) < len(names):
             raise UserError(f"--goals {key}: name two sides, or one side for its own speed")
         if plan.null:
@@ -344,6 +355,10 @@ def check_scripts(plan: Plan, in_file: bool) -> None:
     for name, side in plan.side.items():
         if not side.command:
             raise UserError(f"--side {name}=: give the command that starts its ranks")
+        for word in SHELL_ONLY.intersection(side.command):
+            raise UserError(
+                f"--side {name}: {word}: no shell reads the command; write bash -c '...' around it"
+            )
     for name, case in plan.case.items():
         if case.flags:
             raise UserError(
