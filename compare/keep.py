@@ -5,8 +5,8 @@
 
 Writes results/MACHINE/DATE-QUESTION/record.jsonl, from which compare/report.py and
 compare/predict.py read all that they need, and adds its SHA-256 to results/sha256sums.txt. The home
-directory becomes ~, the project's own folder a dot, and each folder that a side's directory or its
-environment is in "...", "...1" and so on, so each line's digest is computed anew.
+directory becomes ~, the project's own folder a dot, and each folder that the comparison, or a side's
+directory or environment, is in "...", "...1" and so on, so each line's digest is computed anew.
 """
 
 import json
@@ -56,7 +56,7 @@ def keep_comparison(
     target = results / machine / f"{record.plan.created_utc[:10]}-{question}"
     if target.exists():
         raise UserError(f"{target} exists: give another --question, or delete it")
-    places = places_of_sides(record)
+    places = places_of(record)
     lines = [json.loads(line) for line in record.path.read_text().splitlines()]
     text, head = with_digests(shortened(line, places) for line in lines)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +73,12 @@ def keep_comparison(
     return 0
 
 
-def places_of_sides(record: Record) -> dict[str, str]:
-    """Return the absolute folders that hold the folders and environments of a user's own scripts,
-    each with its name in what is kept."""
+def places_of(record: Record) -> dict[str, str]:
+    """Return the absolute folders that hold the comparison's folder, and the folders and
+    environments of a user's own scripts, each with its name in what is kept."""
     named = (os.path.expanduser(own.directory) for own in record.plan.side.values())
     folders = {os.path.normpath(folder) for folder in named if os.path.isabs(folder)}
+    folders.add(str(record.folder.resolve()))  # in the commands of runs
     for side in record.sides:
         folder = os.path.dirname(side.environment.script or "")
         folders.add(folder.partition(f"/{COMMITS}/")[0])  # a worktree is where run.py was started

@@ -82,14 +82,19 @@ def figures(one: Estimate | None) -> Iterator[Figures]:
         yield 100 * one.ratio, 100 * one.low, 100 * one.high
 
 
+def question_of(report: Report) -> Any:
+    """What a comparison asked, and of which machine: by another launcher it is another question."""
+    plan = report.record.plan
+    return report.record.folder.parent, plan.question, plan.configurations
+
+
 @cache
 def together(folders: tuple[str, ...]) -> list[SideBySide]:
     """Those of these comparisons that asked the same on one machine, beside each other."""
-    by_question = defaultdict[tuple[str, str | None], list[Report]](list)
+    by_question = defaultdict[Any, list[Report]](list)
     for folder in folders:
         if (ROOT / "results" / folder / FILE).exists():
-            report, machine = report_of(folder), folder.partition("/")[0]
-            by_question[machine, report.record.plan.question].append(report)
+            by_question[question_of(report_of(folder))].append(report_of(folder))
     return [SideBySide(own) for own in by_question.values() if len(own) > 1]
 
 
@@ -266,8 +271,7 @@ def test_the_page_says_how_much_occasions_differed() -> None:
     """The standard deviations between occasions of everything that was measured more than once."""
     asked = defaultdict[Any, list[Report]](list)
     for report in all_reports():
-        plan = report.record.plan  # another launcher is another question
-        asked[report.record.folder.parent, plan.question, plan.configurations].append(report)
+        asked[question_of(report)].append(report)
     largest = {True: 0.0, False: 0.0}  # of squares, of others
     squares = degrees = 0.0
     for reports in asked.values():
