@@ -246,8 +246,10 @@ def test_two_scripts_are_compared_and_reported(compare_scripts, tmp_path, capsys
         assert "tokens/s" in text and "images/s" not in text.split("Speed, by turns")[1][:200]
     for text in (f"{sys.executable} {tmp_path}/quick.py", f"SHA-256 of {tmp_path}/quick.py"):
         assert text in page.replace("<span>", "").replace("</span>", "")
-    for format_ in ("--markdown", "--csv", "--json"):
+    for format_ in ("--csv", "--json", "--markdown"):
         assert report.main(["out", format_]) == 0
+    steps = capsys.readouterr().out.split("How to reproduce")[-1]
+    assert "python TOOL/compare/run.py plan.json" in steps and "make setup" not in steps
     assert compare_scripts(quick, slow, blocks=3)[0] == 0  # there is nothing left to measure
     path = tmp_path / "out/record.jsonl"
     text = path.read_text()

@@ -283,15 +283,21 @@ class Report:
     def reproduce(self) -> list[str]:
         """The commands that repeat this comparison."""
         plan = self.record.plan
-        commit = self.record.written[0].environment.git_commit
-        is_ours = commit and not plan.side  # a script's is of its own repository
-        lines = [f"git checkout {commit}"] if is_ours else []
+        commits = {run.configuration: run.environment.git_commit for run in self.record.written}
+        commit, tool = next(iter(commits.values())), ""
+        lines = [f"git checkout {commit}"] if commit else []
         lines += ["make setup", ". .venv/bin/activate"]
+        if plan.side:  # each in its own repository
+            tool = "TOOL/"
+            lines = ["# In the folder in which run.py was started; TOOL is this project's folder."]
+            lines += [f"# {name} had commit {own}." for name, own in commits.items() if own]
+            lines.append(". TOOL/.venv/bin/activate")
         inherited = plan.environment.inherited
         lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
         entries = [f'  "{key}": {json.dumps(value)}' for key, value in plan_table(plan).items()]
         written = ["cat > plan.json << 'END'", "{", *",\n".join(entries).split("\n"), "}", "END"]
-        return [*lines, *written, "python compare/run.py plan.json", "python compare/report.py"]
+        commands = ["run.py plan.json", "report.py"]
+        return [*lines, *written, *(f"python {tool}compare/{words}" for words in commands)]
 
     @property
     def limits(self) -> list[str]:
