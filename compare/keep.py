@@ -1,4 +1,4 @@
-"""Copy a comparison's record to results/, without this machine's paths.
+"""Copy a comparison's record to results/, without this machine's paths and other processes.
 
     python compare/keep.py runs/compare-20260131-120000 --machine 2-core-xeon --question engines
     python compare/keep.py runs/bench/FIRST/checkpoints --machine 2-core-xeon --question checkpoints
@@ -22,7 +22,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from compare.evidence.record import FILE, Record, read_comparison, with_digests
-from compare.evidence.words import without_paths
+from compare.evidence.words import BUSIEST, without_paths
 from compare.plan.environment import COMMITS, ROOT
 from recipe.command import run_tool
 from recipe.errors import UserError
@@ -92,10 +92,10 @@ def places_of(record: Record) -> dict[str, str]:
 
 
 def shortened(value: Any, places: Mapping[str, str]) -> Any:
-    """Return a JSON value with all its texts as on any machine, where sides were in `places`.
-    UserError if two keys of a table would become the same."""
+    """Return a JSON value with all its texts as on any machine, where sides were in `places`, and
+    without the names of other processes. UserError if two keys of a table would become the same."""
     if isinstance(value, str):
-        text = without_paths(value)
+        text = re.sub(rf"{BUSIEST}.*\)", "", without_paths(value))
         for place in sorted(places, key=len, reverse=True):
             text = re.sub(rf"(?<![\w./~-]){re.escape(place)}(?![\w.-])", places[place], text)
         return text

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from compare import keep, report
 from compare.evidence.record import FILE, FailureLine, Record, read_comparison
 from compare.plan.environment import ROOT
 from compare.plan.plan import Outcome
+from compare.running import checks
 from recipe.errors import UserError
 
 
@@ -67,6 +69,13 @@ def test_a_place_is_shortened_at_the_start_of_a_path_alone():
         assert keep.shortened(text, places) == short
     with pytest.raises(UserError, match=r"two of .* are the same"):
         keep.shortened({"/data/a": 1, ".../a": 2}, places)
+
+
+def test_the_names_of_a_machines_other_processes_are_not_kept():
+    [warning] = checks.warning_texts([replace(checks.check_load(), status="warning")])
+    assert "(process " in warning and "cores are already busy, mostly by " in warning
+    kept = keep.shortened(warning, {})
+    assert "(process " not in kept and "cores are already busy. This slows runs" in kept
 
 
 def test_a_comparison_is_kept_and_says_what_it_said(comparison, capsys):

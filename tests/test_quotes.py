@@ -39,7 +39,10 @@ QUOTE = re.compile(
 )
 INTERVAL = re.compile(r"\d\.\d+ to \d\.\d+(?! %)")
 PICTURED = "xeon-amx-2-cores/2026-11-25-stock-1"
-PICTURES = {"verdict.svg": PICTURED}  # of docs/, each with its record
+PICTURES = {  # of docs/, each with its record
+    "verdict.svg": PICTURED,
+    "torch-versions.svg": "epyc-2-cores/2026-11-28-torch-versions",
+}
 Figures = tuple[float, float, float]  # a ratio and the ends of its interval
 
 

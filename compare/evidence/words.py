@@ -44,6 +44,9 @@ def short(value: Any) -> str:
     return re.sub(f"[{CONTROL}]", "?", str(value))
 
 
+BUSIEST = ", mostly by "  # what comes before the names of a machine's other processes
+
+
 def without_paths(text: str) -> str:
     """Replace the project's folder and the home directory, which mean nothing on other machines."""
     shortened = re.sub(re.escape(str(ROOT)) + r"(?![\w.-])", ".", text)

@@ -33,7 +33,7 @@ import psutil
 import pynvml
 
 from compare.evidence.turns import quiet_load
-from compare.evidence.words import count
+from compare.evidence.words import BUSIEST, count
 from compare.plan.configurations import ENGINES, Configuration
 from compare.plan.environment import (
     REMOVED_VARIABLES,
@@ -542,8 +542,7 @@ def check_load() -> Finding:
     return make_finding(
         "other load",
         busy < quiet_load(cores),
-        f"{busy:.1f} of this machine's {cores} cores are already busy, mostly by "
-        f"{', '.join(names)}",
+        f"{busy:.1f} of this machine's {cores} cores are already busy{BUSIEST}{', '.join(names)}",
         "This slows runs at random: end these processes, or wait until they end",
     )
 
