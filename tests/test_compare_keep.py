@@ -23,7 +23,8 @@ def comparison(tmp_path: Path) -> Path:
     folder = make_comparison(tmp_path / "runs/compare-1")
     where = folder / "block-1/ddp-torchrun-1"
     edit(where / "config.json", cache_dir=str(Path.home() / ".cache/x"))
-    edit(where / "environment.json", command=[f"{ROOT}/ddp_train/train.py", f"{ROOT}2"])
+    command = [f"{ROOT}/ddp_train/train.py", f"{ROOT}2", str(folder / "block-1")]
+    edit(where / "environment.json", command=command)
     return folder
 
 
@@ -85,7 +86,11 @@ def test_a_comparison_is_kept_and_says_what_it_said(comparison, capsys):
     assert [path.name for path in kept.iterdir()] == [FILE]
     run = next(line for line in lines_of(kept) if line.get("place") == "block-1/ddp-torchrun-1")
     assert run["settings"]["cache_dir"] == "~/.cache/x"
-    assert run["environment"]["command"] == ["./ddp_train/train.py", f"{ROOT}2"]
+    assert run["environment"]["command"] == [
+        "./ddp_train/train.py",
+        f"{ROOT}2",
+        ".../compare-1/block-1",
+    ]
     # The record says what the original says, but for its digest.
     said = [report_of(folder, capsys) for folder in (comparison, kept)]
     heads = [Record.open(folder).head for folder in (comparison, kept)]
