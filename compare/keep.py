@@ -5,8 +5,9 @@
 
 Writes results/MACHINE/DATE-QUESTION/record.jsonl, from which compare/report.py and
 compare/predict.py read all that they need, and adds its SHA-256 to results/sha256sums.txt. The home
-directory becomes ~, the project's own folder a dot, and each folder that the comparison, or a side's
-directory or environment, is in "...", "...1" and so on, so each line's digest is computed anew.
+directory becomes ~, the project's own folder a dot, and each folder that the comparison, or a
+side's directory or environment, is in "...", "...1" and so on, so each line's digest is computed
+anew.
 """
 
 import json
