@@ -37,7 +37,7 @@ class Turn:
     # The slowest rank's time for forward and backward without exchange / the median rank's.
     straggler_ratio: Amount | None = None
     # At the turn's end, of all ranks with their child processes; None: not recorded, or no GPU.
-    memory_bytes: Whole | None = None  # resident
+    memory_bytes: Whole | None = None  # resident, without files and memory mapped to be shared
     gpu_memory_bytes: Whole | None = None  # allocated by torch
 
     @property

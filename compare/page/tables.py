@@ -159,9 +159,9 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
             "memory, MB",
             "memory_bytes",
             "{:,.0f}",
-            "Memory: resident after a turn, of all workers with their child processes (what they "
-            "share counts for each); of the largest turn, the median over blocks. GPU memory: "
-            "allocated by torch.",
+            "Memory: resident after a turn, without mapped files and shared memory, of all workers "
+            "with their child processes (what forks have in common counts for each); of the "
+            "largest turn, the median over blocks. GPU memory: allocated by torch.",
             scale=1e-6,
             is_optional=True,
         ),
