@@ -147,7 +147,8 @@ def test_a_side_runs_in_its_folder_and_environment(
 
 
 def test_what_is_kept_tells_two_places_apart(here: Path, compare: Compare) -> None:
-    """Each has a folder proj with a train.py, and the second one an environment without bin/."""
+    """Each has a folder proj with a train.py, and the second one an environment without bin/, which
+    is in the first place; the comparison's folder is in the next one."""
     for name in ("one", "two"):
         (here.parent / name / "proj").mkdir(parents=True)
         (here.parent / name / "proj/train.py").write_text(text_of(0.002))
@@ -166,11 +167,11 @@ def test_what_is_kept_tells_two_places_apart(here: Path, compare: Compare) -> No
     [kept] = Path("results").glob("m/*")
     assert str(here.parent) not in (kept / FILE).read_text().replace(f"{here.parent}2/x", "")
     record = read_comparison(kept)
-    assert {*record.plan.scripts} == {"...1/proj/train.py", "...2/proj/train.py"}
+    assert {*record.plan.scripts} == {"...2/proj/train.py", "...3/proj/train.py"}
     scripts = {side.configuration: side.environment.script for side in record.sides}
-    assert scripts == {"one": "...1/proj/train.py", "two": "...2/proj/train.py"}
+    assert scripts == {"one": "...2/proj/train.py", "two": "...3/proj/train.py"}
     [two] = [side for side in record.sides if side.configuration == "two"]
-    assert two.command.startswith("env -C ...2/proj/ PATH=.../env:")
+    assert two.command.startswith("env -C ...3/proj/ PATH=.../env:")
 
 
 def test_a_line_for_a_shell_starts_what_run_py_starts(monkeypatch: pytest.MonkeyPatch) -> None:
