@@ -1,4 +1,4 @@
-"""Which growth of a side's memory is told as a leak."""
+"""Which growth of a side's memory is told as a leak, and when new memory in each step is told."""
 
 import math
 import random
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from records import a_block
 
-from compare.evidence.memory import leaks, most_of
+from compare.evidence.memory import leaks, most_of, new_pages
 from compare.evidence.turns import Block
 
 MB, STEPS, TURNS = 10**6, 19, 30  # a turn has 20 steps with its lead-in
@@ -82,3 +82,18 @@ def test_a_record_without_memory_shows_none() -> None:
     old = a_block({"mine": [1.0] * TURNS})
     assert found(old, old, old) == []
     assert most_of([old], "mine", "memory_bytes") is None
+
+
+def test_new_memory_in_each_step_is_told_if_it_takes_a_hundredth_of_the_time() -> None:
+    made = a_block({"mine": [1.0] * TURNS})
+
+    def with_faults(of_turn: float | None) -> Block:
+        turns = [replace(turn, page_faults=of_turn) for turn in made.turns]
+        return replace(made, turns=tuple(turns), steps={"mine": STEPS})
+
+    step = made.turns[0].seconds / STEPS
+    many, few = 20 * 0.02 * step / 1e-6, 20 * 0.009 * step / 1e-6
+    [told] = new_pages([with_faults(many), with_faults(1.5 * many)], ["mine"])
+    assert told.share == pytest.approx(0.025) and told.per_step == pytest.approx(1.25 * many / 20)
+    assert not [*new_pages([with_faults(few)], ["mine"])]
+    assert not [*new_pages([with_faults(many), with_faults(None)], ["mine"])]

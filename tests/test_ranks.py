@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from compare.evidence.memory import Leak
+from compare.evidence.memory import Leak, NewPages
 from compare.for_scripts.comparison_side import CLOSED, FORKED, State
-from compare.page.report import leak_text
+from compare.page.report import leak_text, pages_text
 from compare.plan.environment import ROOT
 from compare.running.ranks import Lag, Rank, lag_of
 from compare.running.scheduler import Scheduler, ended_text
@@ -110,6 +110,7 @@ def test_the_docs_quote_what_is_said() -> None:
     said = [one.text for one in found if one]
     said += [FORKED, CLOSED, failure(0, READY), failure(-signal.SIGKILL, READY)]
     said.append(leak_text(Leak("mine", "memory_bytes", 2.1e6, 3)))
+    said.append(pages_text(NewPages("mine", 1500, 0.03)))
     page = (ROOT / "docs/ab-tests.md").read_text().partition("## When something is wrong")[2]
     quoted = re.findall(r"^\| `(?!run.py)([^`]*)` \|", page, re.MULTILINE)
     assert len(quoted) == len(said)

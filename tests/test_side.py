@@ -671,7 +671,7 @@ def test_a_launcher_that_outlives_its_rank_is_told(compare_scripts, tmp_path, mo
     assert "more epochs" not in told
 
 
-def test_a_leak_is_a_line_and_the_memory_of_sides_is_shown(compare_scripts, tmp_path, capsys):
+def test_memory_that_grows_and_new_memory_in_each_step_are_lines(compare_scripts, tmp_path, capsys):
     kept = {"before": "import time\nkept = []\n", "of_step": "kept.append(b'x' * 2**20)"}
     sides = [script(tmp_path, "tight"), script(tmp_path, "leaks", **kept)]
     assert compare_scripts(*sides, blocks=3, more=("--turns", "5"))[0] == 0
@@ -681,7 +681,9 @@ def test_a_leak_is_a_line_and_the_memory_of_sides_is_shown(compare_scripts, tmp_
         r"the memory of leaks grew by (\d+) MB in 100 steps, in each of 3 blocks", shown
     )
     assert told and 90 < int(told[1]) < 120, shown
-    assert "the memory of tight" not in shown
+    pages = re.search(r"each rank of leaks takes (\d+) pages from the system in each step", shown)
+    assert pages and 250 < int(pages[1]) < 400, shown  # of 4 KiB
+    assert "the memory of tight" not in shown and "of tight takes" not in shown
     assert " memory, " in shown.partition("----")[0]  # the head of the table of speeds
 
 

@@ -39,6 +39,9 @@ class Turn:
     # At the turn's end, of all ranks with their child processes; None: not recorded, or no GPU.
     memory_bytes: Whole | None = None  # resident, without files and memory mapped to be shared
     gpu_memory_bytes: Whole | None = None  # allocated by torch
+    # Without reading a file, as for newly allocated memory; during the turn with its lead-in, the
+    # mean over ranks without their child processes. None: not recorded.
+    page_faults: Amount | None = None
 
     @property
     def images_per_second(self) -> float:

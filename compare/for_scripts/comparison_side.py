@@ -422,6 +422,14 @@ def used() -> tuple[float, int]:
     return own + ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def page_faults() -> int:
+    """Return how many pages the system has given this process so far without reading a file, such
+    as those of newly allocated memory; without its children."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def own_pages(pid: int) -> int:
     """Return the pages that a process has resident, without shared ones; 0 if it is gone."""
     with suppress(OSError):
@@ -450,7 +458,8 @@ class Client:
         self.agent, self.steps, self.case = agent, warm_up - LEAD_IN_STEPS, ""
         self.weights, self.is_warm = weights, False
         self.unit, self.amount, self.done, self.began = "", 0.0, 0, time.monotonic()
-        self.before, self.delay = cpu_seconds(), float(os.environ.get(DELAY, 0))
+        self.before, self.faults_before = cpu_seconds(), page_faults()
+        self.delay = float(os.environ.get(DELAY, 0))
         self.pid, self.file = os.getpid(), os.fstat(agent.fileno()).st_ino
 
     def step_ended(self, unit: str, amount: float) -> None:
@@ -493,12 +502,16 @@ class Client:
         self.amount, self.began = 0.0, time.monotonic()
 
     def spent(self) -> dict[str, float]:
-        """Return this rank's CPU time since the turn began, its memory, the time now, and the whole
-        machine's busy CPU time. The last two are read first: the walk through all processes would
-        otherwise count as load of other processes."""
-        now, busy = time.monotonic(), busy_cpu_seconds()
+        """Return this rank's CPU time and page faults since the turn began, its memory, the time
+        now, and the whole machine's busy CPU time. The last two are read first: the walk through
+        all processes would otherwise count as load of other processes."""
+        now, busy, faults = time.monotonic(), busy_cpu_seconds(), page_faults()
         cpu, memory = used()
-        values = {"cpu_seconds": cpu - self.before, "memory_bytes": memory}
+        values = {
+            "cpu_seconds": cpu - self.before,
+            "page_faults": faults - self.faults_before,
+            "memory_bytes": memory,
+        }
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             gpus = range(torch.cuda.device_count())
@@ -527,7 +540,7 @@ class Client:
             os._exit(0)
         for name, value in values.items():  # steps, case; exchange and digest of trainers
             setattr(self, name, value)
-        self.done, self.before = 0, cpu_seconds()
+        self.done, self.before, self.faults_before = 0, cpu_seconds(), page_faults()
 
 
 def synchronize() -> None:

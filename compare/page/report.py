@@ -11,7 +11,7 @@ from typing import Any
 
 from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
-from compare.evidence.memory import KINDS, Leak, leaks
+from compare.evidence.memory import KINDS, Leak, NewPages, leaks, new_pages
 from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
 from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, MIN_BLOCKS, Estimate
 from compare.evidence.record import Record, is_being_written
@@ -90,7 +90,9 @@ LITTLE_SCATTER = (
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
 WITHOUT_MPI = "mpi4py or mpirun is not installed there"
-LEAKS = "Memory that grows"
+MEMORY = "Memory"
+# The largest values that the GNU C library takes (man 3 mallopt).
+KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=2147483647"
 ASIDE = "Runs that failed or were disturbed (not used for speed)"
 
 
@@ -428,7 +430,7 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
     verdict have a list of their own."""
     plan = record.plan
     judged = {name for pair in plan.pairs() for name in pair}
-    found: dict[str, list[str]] = {WARNINGS: [*plan.warnings], MISSING: [], LEAKS: [], ASIDE: []}
+    found: dict[str, list[str]] = {WARNINGS: [*plan.warnings], MISSING: [], MEMORY: [], ASIDE: []}
     found[WARNINGS] += [
         f"{place_text(*place)}: nothing is decided, because part of the record cannot be read"
         if record.problem
@@ -467,11 +469,11 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
         for block in group.turns
         if block.other_load > block.quiet_cores
     ]
-    found[LEAKS] += [
-        f"{place_text(*group.place)}: {leak_text(leak)}"
-        for group in record.groups
-        for leak in leaks(group.turns, [*record.configurations])
-    ]
+    sides = [*record.configurations]
+    for group in record.groups:
+        told = [leak_text(leak) for leak in leaks(group.turns, sides)]
+        told += [pages_text(pages) for pages in new_pages(group.turns, sides)]
+        found[MEMORY] += [f"{place_text(*group.place)}: {text}" for text in told]
     found[ASIDE] += [
         f"{failure.place}: failed, and was run again; see {record.output_of(failure)}"
         for failure in record.earlier_failures
@@ -485,6 +487,15 @@ def leak_text(leak: Leak) -> str:
     return (
         f"the {KINDS[leak.kind]} of {leak.side} grew by {grown} MB in 100 steps, in each of "
         f"{leak.blocks} blocks: a leak, or a cache that fills up slowly"
+    )
+
+
+def pages_text(pages: NewPages) -> str:
+    """Return what the report says of memory that is taken from the system in each step."""
+    return (
+        f"each rank of {pages.side} takes {pages.per_step:,.0f} pages from the system in each "
+        f"step, which is at least {100 * pages.share:.0f} % of its time. Their number differs from "
+        f"launch to launch; to avoid it, set {KEEP_MEMORY} for each side"
     )
 
 

@@ -782,6 +782,9 @@ def make_turn(
             for name in ("memory_bytes", "gpu_memory_bytes")
             if all(name in values for values in measured)
         },
+        page_faults=fmean(values["page_faults"] for values in measured)
+        if all("page_faults" in values for values in measured)
+        else None,
     )
 
 
