@@ -60,6 +60,7 @@ def measure_or_show(
     blocks: int = 3,
     threads: int = 1,
     no_cuda: bool = False,
+    share_gpu: bool = False,
     timeout: int = 300,
     out: Path | None = None,
     json: Path | None = None,
@@ -82,6 +83,7 @@ def measure_or_show(
         blocks: Launches of all backends; 3 is the least for an interval.
         threads: CPU threads of each rank for casts and copies.
         no_cuda: Stay on the CPU.
+        share_gpu: Let the workers of a host share its GPUs, to check sums; times then mean nothing.
         timeout: Seconds for the start of all backends, and for each turn.
         out: New folder for the record (default: runs/collectives-<UTC time>).
         json: Write the figures as JSON.
@@ -95,7 +97,8 @@ def measure_or_show(
         check(workers, hosts, min(blocks, threads, timeout), folder)
         cases = cases_of(sizes, wires, model)
         names, missing = available(backends)
-        starts = (workers, hosts, network_interface, threads, no_cuda)
+        device = ["--no-cuda"] * no_cuda + ["--share-gpu"] * share_gpu
+        starts = (workers, hosts, network_interface, threads, device)
         plan = Plan(
             side={name: OwnScript(Words(command(name, *starts))) for name in names},
             configurations=tuple(names),
@@ -164,15 +167,16 @@ def command(
     hosts: str | None,
     network_interface: str | None,
     threads: int,
-    no_cuda: bool,
+    device: Sequence[str],
 ) -> list[str]:
-    """Return what starts a backend, as a person would type it in the current directory."""
+    """Return what starts a backend, as a person would type it in the current directory. `device`:
+    flags that say on which device the messages are."""
     configuration = CONFIGURATIONS[BACKENDS[name]]
     if configuration.launcher == "torchrun" and hosts is not None:
         configuration = CONFIGURATIONS["ddp-mpirun"]  # whose hosts may take unequal numbers
     configuration = replace(configuration, interface=network_interface)
-    # An MPI may know no GPU's memory.
-    on_cpu = ["--no-cuda"] if no_cuda or configuration.transport == "mpi" else []
+    if configuration.transport == "mpi":  # which may know no GPU's memory
+        device = ["--no-cuda"]
     return [
         *launch_words(configuration, workers, hosts),
         path_from_here(SIDE),
@@ -180,7 +184,7 @@ def command(
         "--threads",
         str(threads),
         *configuration.arguments,
-        *on_cpu,
+        *device,
     ]
 
 

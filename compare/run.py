@@ -267,12 +267,10 @@ def take_default_plan(options: SimpleNamespace) -> None:
     ):
         return
     options.plan, gpus = "square", checks.visible_gpus()
-    if (
-        gpus
-        and trainer_config("ddp", 1, ("--data", "synthetic", *options.arguments_after_dashes)).cuda
-    ):
+    words = ("--data", "synthetic", *options.arguments_after_dashes)
+    if gpus and (config := trainer_config("ddp", 1, words)).cuda:
         options.plan = "square-nccl"
-        options.workers = options.workers or (str(min(2, gpus)),)
+        options.workers = options.workers or (str(2 if config.share_gpu else min(2, gpus)),)
 
 
 def leave_out_missing(plan: Plan, options: SimpleNamespace) -> Plan:

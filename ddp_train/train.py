@@ -68,7 +68,7 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
         return values
 
     ranks = Ranks(world, sum_over_ranks, from_rank_0)
-    check_same_training(comparison_keys(ENGINE, config, data, device), device, ranks)
+    check_same_training(comparison_keys(ENGINE, config, data, device), ranks)
     share = share_host(config, device, ranks)
     reader = BatchReader(config, data, world, device, share.workers)
 

@@ -43,12 +43,16 @@ ERROR = (  # matches errors of compiler, linker, CMake, Python and system
     r"^.*(?:\berror: |CMake Error|undefined reference|cannot find -l|No space left|Killed).*$"
 )
 
+# Ranks that share a GPU are hosts of their own for NCCL, or it would refuse them.
 CHECK = """
-import sys, torch, horovod.torch as hvd
+import os, sys, torch, horovod.torch as hvd
 hvd.init()
 device = sys.argv[1]
 if device == "cuda":
-    torch.cuda.set_device(hvd.local_rank())
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(hvd.local_rank() % gpus)
+    if gpus < hvd.size():
+        os.environ.update(NCCL_HOSTID=str(hvd.rank()), NCCL_NET="Socket")
 total = hvd.allreduce(torch.full((100_000,), hvd.rank() + 1.0, device=device), op=hvd.Sum)
 assert torch.all(total == sum(range(1, hvd.size() + 1))), total
 transport = "NCCL" if device == "cuda" else "MPI" if hvd.mpi_enabled() else "Gloo"
@@ -406,10 +410,16 @@ def check(facts: dict[str, Any], places: dict[str, Any]) -> None:
         if "Open MPI" in output_of([mpirun[0], "--version"]):
             mpirun += ["--oversubscribe", "--bind-to", "none"]
         check_launch("mpirun", "MPI", mpirun, 2)
-    ranks = min(2, places["torch"].cuda.device_count())  # NCCL refuses two ranks on one GPU
-    if facts["gpu"] and ranks:
+    if facts["gpu"] and (gpus := places["torch"].cuda.device_count()):
+        ranks = 2 if gpus > 1 or may_be_shared() else 1
         launcher = [*HOROVODRUN, "-np", str(ranks), "--gloo"]
         check_launch("horovodrun --gloo with NCCL", "NCCL", launcher, ranks)
+
+
+def may_be_shared() -> bool:
+    """Return whether the GPU admits two processes, by its compute mode."""
+    asked = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    return "Exclusive" not in output_of(asked)
 
 
 def check_launch(name: str, transport: str, launcher: list[str], ranks: int) -> None:

@@ -19,6 +19,8 @@ import torch
 from recipe.ancestors import own_world
 from recipe.command import call_tool
 from recipe.errors import UserError, one_message
+from recipe.gpu_sharing import ranks_per_gpu
+from recipe.ranks import Ranks
 from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
 from recipe.watch import begin, start_watchdog
 from recipe.world import World
@@ -49,6 +51,7 @@ class Turns(Protocol):
 
     case: str
     transport: str
+    ranks_per_gpu: int | None
     weights: Callable[[], Mapping[str, Any]] | None
 
     def step_ended(self, *, unit: str, amount: float, seconds: float) -> None:
@@ -69,6 +72,7 @@ def sum_for_ever(
     turns: Turns,
     threads: int = 1,
     no_cuda: bool = False,
+    share_gpu: bool = False,
     transport: Literal["auto", "nccl", "gloo", "mpi"] = "auto",
 ) -> None:
     """Sum the messages that the turns ask for, until this process is ended.
@@ -79,12 +83,14 @@ def sum_for_ever(
         turns: Who measures.
         threads: CPU threads of each rank for casts and copies.
         no_cuda: Stay on the CPU.
+        share_gpu: Let the ranks of a host share its GPUs, as in a training.
         transport: What carries the messages, as in a training.
     """
     torch.set_num_threads(threads)
-    backend = connect(Config(cuda=not no_cuda, transport=transport), world)
+    backend = connect(Config(cuda=not no_cuda, share_gpu=share_gpu, transport=transport), world)
     begin("")  # the ranks have met
     turns.transport = backend.transport
+    turns.ranks_per_gpu = check_gpus(backend, world, share_gpu)
     message = Message(WARM_UP_CASE, backend, world)
     turns.weights = lambda: {"sum": message.tensors[0]}
     while True:
@@ -93,6 +99,21 @@ def sum_for_ever(
             message = Message(turns.case, backend, world)
         seconds = message.sum()
         turns.step_ended(unit="bytes", amount=message.bytes / world.size, seconds=seconds)
+
+
+def check_gpus(backend: Backend, world: World, may_share: bool) -> int | None:
+    """Return how many ranks share a GPU; None if none do. UserError if they do and may not."""
+    if backend.device.type != "cuda":
+        return None
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        total = values.clone()
+        backend.prepare([total], "fp32")()  # exact: the sums are bytes and lengths of texts
+        return total
+
+    own = str(torch.cuda.get_device_properties(backend.device).uuid), world.host
+    gpus, hosts = zip(*Ranks(world, sum_over_ranks).gather(own), strict=True)
+    return ranks_per_gpu(gpus, hosts, may_share)
 
 
 class Message:

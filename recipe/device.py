@@ -18,6 +18,7 @@ import torch
 
 from recipe.errors import UserError, refuse
 from recipe.files import control_groups, read_proc
+from recipe.gpu_sharing import let_nccl_share
 from recipe.settings.config import Config
 from recipe.world import NVIDIA_DRIVER, World, why_no_gpu
 
@@ -33,8 +34,8 @@ def choose_device(config: Config, world: World) -> torch.device:
     """Return the GPU of this rank among those that it sees, or the CPU.
 
     A rank may see all GPUs of its host, or only those that Slurm or a script has given it. Their
-    number does not show which, so two ranks may choose the same GPU. That would fail inside NCCL,
-    or train at half speed without a message: `check_same_training` refuses it.
+    number does not show which, so two ranks may choose the same GPU: `share_host` refuses that,
+    unless --share-gpu is given.
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
@@ -62,6 +63,10 @@ def choose_device(config: Config, world: World) -> torch.device:
                 "gloo or mpi",
             ),
             (
+                config.share_gpu,
+                "--share-gpu: lets ranks share a GPU, but this run is on the CPU; leave it out",
+            ),
+            (
                 config.batch_norm == "sync" and config.compile,
                 "--batch-norm sync: cannot be combined with --compile on the CPU, since it "
                 "exchanges sums inside a compiled block; leave --compile out",
@@ -75,6 +80,8 @@ def choose_device(config: Config, world: World) -> torch.device:
     if reason := lacks_kernels(device.index):
         raise UserError(f"{reason}, or pass --no-cuda")
     torch.cuda.set_device(device)
+    if config.share_gpu and world.size > 1:
+        let_nccl_share(world)
     torch.backends.cudnn.benchmark = not config.deterministic
     # Set both, so that fp32 means fp32 whatever the defaults of the installed torch are.
     torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"

@@ -85,6 +85,7 @@ OF_MEMORY = (
     "out of memory|[Cc]an(not|'t) allocate memory|Unable to allocate|nsufficient memory|"
     "STATUS_ALLOC_FAILED"
 )
+OF_TAKEN_GPU = "CUDA-capable device(s) is/are busy or unavailable"  # cudaErrorDevicesUnavailable
 OF_CONTAINER = "of this container or job (its control group's {})"
 
 
@@ -169,6 +170,11 @@ def limit_reached(error: BaseException) -> str:
                 f"{text.splitlines()[-1]}: the limit here is {number} {what}, and a rank has about "
                 f"{need}; raise it where the job is started, or give fewer --workers"
             )
+    if OF_TAKEN_GPU in text:
+        return (
+            f"{OF_TAKEN_GPU}: another process uses this GPU, whose compute mode admits only one; "
+            "end that process, or, as root: nvidia-smi --compute-mode 0"
+        )
     if isinstance(error, MemoryError) or re.search(OF_MEMORY, text):
         return _out_of_memory(text)
     return ""

@@ -193,7 +193,7 @@ def _begin(rung: Rung, hooks: Hooks) -> Session:
     """Load data and model, resume from an earlier run, and open the record."""
     config, world, device = rung.config, rung.world, rung.device
     data = rung.data = open_data(config, hooks.epoch_images)
-    check_same_training(comparison_keys(rung.name, config, data, device), device, rung.ranks)
+    check_same_training(comparison_keys(rung.name, config, data, device), rung.ranks)
     share = share_host(config, device, rung.ranks)
     reader = BatchReader(config, data, rung.readers or world, device, share.workers)
     model = build_model(config, data.num_classes, download=world.is_first)
@@ -211,7 +211,8 @@ def _begin(rung: Rung, hooks: Hooks) -> Session:
     session = Session(rung.name, config, rung.ranks, reader, share, rung, lr_scale)
     rung.progress = session.progress
     rung.distribute()
-    session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
+    if not config.share_gpu:
+        session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
     session.open_record(rung.transport or rendezvous.transport_of(device))
     return session
 

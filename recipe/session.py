@@ -21,6 +21,7 @@ from recipe.data.loading import check_replaced
 from recipe.data.order import samples_per_step
 from recipe.device import loader_workers, share_of_cores
 from recipe.errors import EXIT_SAVED, FAILING, UserError, is_lost_peer
+from recipe.gpu_sharing import ranks_per_gpu
 from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
@@ -50,25 +51,32 @@ LOOK_SECONDS = 1.0  # of training, between two checks for a stop
 
 @dataclass(frozen=True)
 class HostShare:
-    """A rank's share of its host: CPU threads, and loader workers."""
+    """A rank's share of its host: CPU threads, and loader workers; and who has what."""
 
     threads: int
     workers: int
     places: tuple[tuple[str, tuple[int, ...]], ...]  # each rank's host and possible cores
+    ranks_per_gpu: int | None = None  # on the GPU that most ranks share; None: none is shared
 
 
 def share_host(config: Config, device: torch.device, ranks: Ranks) -> HostShare:
     """Divide each host's cores among its ranks, and return this rank's share; torch uses it from
-    now on. Each launcher binds ranks to cores and limits threads in its own way."""
-    cores_here = sorted(os.sched_getaffinity(0))
-    rows = ranks.gather((ranks.world.host, cores_here, [*own_addresses()]))
-    for rank, (host, _, addresses) in enumerate(rows):
-        for address in addresses:
-            watch.peers.setdefault(address, (host, []))[1].append(rank)
-    places = tuple((host, tuple(cores)) for host, cores, _ in rows)
+    now on. Each launcher binds ranks to cores and limits threads in its own way. UserError, on all
+    ranks alike, if two have the same GPU, unless --share-gpu is given."""
+    cores_here, on_gpu = sorted(os.sched_getaffinity(0)), device.type == "cuda"
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else ""
+    rows = ranks.gather((ranks.world.host, cores_here, [*own_addresses()], gpu))
+    hosts, cores, addresses, gpus = zip(*rows, strict=True)
+    for rank, of_rank in enumerate(addresses):
+        for address in of_rank:
+            watch.peers.setdefault(address, (hosts[rank], []))[1].append(rank)
+    places = tuple(zip(hosts, map(tuple, cores), strict=True))
     num_cores = share_of_cores(places, ranks.world.rank)
     share = HostShare(
-        config.threads or num_cores, loader_workers(config, device, num_cores), places
+        config.threads or num_cores,
+        loader_workers(config, device, num_cores),
+        places,
+        ranks_per_gpu(gpus, hosts, config.share_gpu),
     )
     torch.set_num_threads(share.threads)
     return share
@@ -141,6 +149,7 @@ class Session:
             self.reader.device,
             self.share.threads,
             self.share.places,
+            self.share.ranks_per_gpu,
         )
         self._open_record()
 

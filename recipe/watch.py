@@ -6,6 +6,10 @@ Python signal handler runs and no exception is raised. Python's own
 `faulthandler.dump_traceback_later` would not do: it names no rank, host, step or phase; it ends the
 process at once, in the middle of a checkpoint, and with the exit code 1, after which no watcher
 restarts the rank; and a job that was suspended for longer than its time-out would end on waking.
+
+While the main thread waits in an engine or in CUDA, it releases Python's lock, and this thread
+runs. Native code that kept the lock would stop this thread, too: then another rank of the job says
+that the run is frozen, and the launcher ends both.
 """
 
 import math

@@ -170,6 +170,24 @@ def test_gpus_that_others_use_or_that_are_slowed(facts, alone, of_four, monkeypa
         assert bool(found.remedy) == bool(told) and "GPU 0 " not in found.found
 
 
+@pytest.mark.parametrize(
+    ("gpus", "facts", "told"),
+    [
+        (1, {}, "4 workers share a GPU: this checks correctness, speeds mean nothing"),
+        (2, {}, "4 workers share 2 GPUs: this checks correctness, speeds mean nothing"),
+        (4, {}, ""),
+        (2, {"MemoryInfo": SimpleNamespace(free=3 << 29)}, "GPU 1 has 1.5 GiB free for 6 workers"),
+        (1, {"ComputeMode": 3}, "GPU 0 in compute mode 3 admits 1 of 12 workers"),
+    ],
+)
+def test_workers_that_share_a_gpu(gpus, facts, told, monkeypatch):
+    """Each of three sides has as many processes on a GPU as it has workers there."""
+    monkeypatch.setattr(checks, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(checks, "gpu_facts", lambda: [*[IDLE_GPU] * (gpus - 1), IDLE_GPU | facts])
+    found = checks.check_gpu_state(sides=3, workers=4, may_share=True)
+    assert told in found.found and found.status == ("warning" if told else "ok")
+
+
 def test_mps_is_found(monkeypatch):
     server = SimpleNamespace(info={"name": "nvidia-cuda-mps-control"})
     monkeypatch.setattr(psutil, "process_iter", lambda fields: [server])
@@ -246,7 +264,8 @@ def test_gpus(monkeypatch):
     for words in (("--", "--no-cuda"), ("--", "--no_cuda"), ("--workers", "1", *alone)):
         assert warnings(*words) == ""
     assert asked == []  # it would take seconds
-    assert "2 workers on this machine, which has 1 visible GPU." in warnings(*alone)
+    assert "2 workers on this machine, which has 1 visible GPU. give " in warnings(*alone)
+    assert "2 workers share a GPU: this checks correct" in warnings(*alone, "--", "--share-gpu")
     assert "build_horovod.py --nccl" in warnings("--workers", "1")
     monkeypatch.setattr(checks, "horovod_facts", lambda: HOROVOD | {"NCCL": True})
     assert warnings("--workers", "1") == ""

@@ -109,6 +109,7 @@ class Turns:
     """Asks for these cases, one sum of each, and notes what the loop says of them."""
 
     transport = ""
+    ranks_per_gpu: int | None = None
     weights: Any = None
 
     def __init__(self, *cases: str) -> None:
@@ -283,6 +284,8 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(
     [
         ("torch.distributed", {"workers": 3, "hosts": "a:2,b:1"}, "mpirun .*-np 3 -H a:2,b:1 "),
         ("torch-mpi", {}, "allreduce_side.py ddp_train/torch_allreduce.py .* mpi --no-cuda$"),
+        ("torch-mpi", {"device": ["--share-gpu"]}, " --transport mpi --no-cuda$"),
+        ("horovod-mpi", {"device": ["--share-gpu"]}, " --threads 1 --share-gpu$"),
         ("horovod-gloo", {"network_interface": "eth1"}, " GLOO_SOCKET_IFNAME=eth1 "),
     ],
 )
@@ -292,7 +295,7 @@ def test_commands(name: str, given: dict[str, Any], told: str) -> None:
         "hosts": None,
         "network_interface": None,
         "threads": 1,
-        "no_cuda": False,
+        "device": [],
     }
     assert re.search(told, " ".join(collectives.command(name, **settings | given)))
 

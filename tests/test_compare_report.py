@@ -312,6 +312,67 @@ def test_two_comparisons_stand_side_by_side_without_a_verdict(folder, tmp_path, 
     assert len(value["comparisons"]) == 2
 
 
+SHARED = "2 ranks shared a GPU: this checks correctness; speeds mean nothing, and none is judged."
+
+
+def share_gpu(folder: Path, configurations: tuple[str, ...] = (), workers: int = 2) -> None:
+    """Have the ranks of the runs of these configurations, or of all, shared a GPU."""
+    lines = lines_of(folder)
+    for line in lines[1:]:
+        sides = line.get("sides", {line.get("place", "").split("/")[-1].rpartition("-")[0]: line})
+        for name, side in sides.items():
+            is_meant = side["environment"]["world_size"] == workers
+            if is_meant and name in (configurations or (name,)):
+                side["environment"] |= {"device": "cuda", "ranks_per_gpu": 2}
+    write_lines(folder, lines)
+
+
+def test_where_ranks_share_a_gpu_each_form_says_so_first_and_no_speed_is_judged(
+    square, capsys, tmp_path
+):
+    edit(square / "plan.json", goals={"ddp-mpi:horovod-mpi": 1.01})
+    share_gpu(square)
+    text = report_text(square, capsys)
+    assert text.startswith(f"{SHARED}\n") and "no verdict on the speeds of DDP over MPI and" in text
+    assert not re.search("as fast as|tied|undecided|interval [0-9]", text)
+    assert "The trainings of each pair ended with identical weights (1 block)." in text
+    markdown = written([str(square), "--markdown"], capsys)
+    assert re.match(rf"### .*\n\n\*\*Gate: not judged\.\*\*\n+\*\*{SHARED}\*\*", markdown)
+    page = page_of(square)
+    assert page.index(SHARED) < page.index("no verdict on the speeds")
+    assert f'<p class="take alarm">{SHARED}' in page
+    assert report.main([str(square), "--check", "--no-html"]) == 3
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith(f"Gate: not judged: {square.name}: {SHARED[:-1]}")
+    value = json.loads(written([str(square), "--json"], capsys))
+    assert value["headline"][0] == SHARED and value["next_step"] == ""
+    assert {verdict["speed"] for verdict in value["verdicts"]} == {None}
+    other = Path(shutil.copytree(square, tmp_path / "other"))
+    edit(other / "plan.json", created_utc="2026-11-22T12:00:00+00:00")
+    both = written([str(square), str(other), "--no-html"], capsys)
+    assert both.startswith(f"A: {SHARED}\n\nB: {SHARED}\n") and "Over occasions" not in both
+
+
+def test_a_comparison_of_ranks_that_share_a_gpu_needs_no_second_block(square):
+    """Unless it is asked for: more would decide nothing."""
+    edit(square / "plan.json", blocks=None)
+    assert read_comparison(square).unfinished
+    share_gpu(square)
+    assert not read_comparison(square).unfinished
+    edit(square / "plan.json", blocks=7)
+    assert read_comparison(square).unfinished
+
+
+def test_ranks_that_share_a_gpu_are_not_compared_with_ranks_that_do_not(folder, capsys):
+    share_gpu(folder, ("ddp-torchrun",))
+    text = report_text(folder, capsys)
+    assert "ranks_per_gpu: 2 (ddp-torchrun), absent (horovod-mpi)" in text
+    assert "no verdict on DDP over Gloo and Horovod over MPI: the runs differ" in text
+    # A single worker shares with nobody: its verdict stays.
+    assert text.startswith(f"At 2 workers: {SHARED}")
+    assert re.search("At 1 worker DDP over Gloo trained .* times as fast", text)
+
+
 def test_without_a_path_it_is_the_newest_under_runs(folder, tmp_path, monkeypatch, capsys, refusal):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, tmp_path / "runs/compare-20261122-120000")

@@ -316,6 +316,7 @@ def test_loader_workers(workers: int | None, kind: str, threads: int, expected: 
 def test_a_rank_has_workers_by_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by its number of threads: a rank with a GPU may have only one."""
     monkeypatch.setattr(session, "share_of_cores", lambda *_: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=UUID))
     cuda = torch.device("cuda", 0)
     share = session.share_host(a_config(threads=1, cuda=True), cuda, Ranks(a_world()))
     assert (share.threads, share.workers) == (1, 4)

@@ -215,23 +215,15 @@ def test_describe_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     device = torch.device("cuda", 0)
     places = [("here", [0, 1]), ("there", [3])]
-    for transport, nccl in (("NCCL", environment.nccl_version()), ("Gloo", None)):
-        found = describe(a_world(0, 2), "ddp", transport, device, 1, places)
+    monkeypatch.setattr(environment, "nccl_versions", lambda: [(2, 27, 3), (2, 30, 1)])
+    for transport, nccl in (("NCCL", "2.27.3 and 2.30.1"), ("Gloo", None)):
+        found = describe(a_world(0, 2), "ddp", transport, device, 1, places, ranks_per_gpu=2)
         assert (found.nccl, found.driver, found.cpu_quota_cores) == (nccl, "580.65.06", None)
         assert (found.gpu_clock_mhz, found.gpu_clock_limit_mhz) == (1200, 1980)
+        assert found.ranks_per_gpu == 2
     assert (found.rank_hosts, found.affinity) == (["here", "there"], ["0-1", "3"])
     assert found.allocator in ("C library", *environment.ALLOCATORS) and found.cpu_model
     assert json.loads(json.dumps(asdict(found))) == asdict(found)
-
-
-def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if torch.version.cuda:  # then torch loads it, with a GPU or without
-        expected = ".".join(map(str, torch.cuda.nccl.version()))
-        assert environment.nccl_version() == expected
-    monkeypatch.setattr(environment, "read_proc", lambda _: "7f00 r-xp /usr/lib/libc.so.6\n")
-    assert environment.nccl_version() is None
 
 
 def test_variables_that_steer_an_engine() -> None:

@@ -220,6 +220,14 @@ def runs(tmp_path, monkeypatch):
     return tmp_path / "runs"
 
 
+def test_runs_whose_ranks_shared_a_gpu_are_doubted(runs):
+    assert {run.doubt for run in read_runs(runs)} == {""}
+    file = runs / "two/environment.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"ranks_per_gpu": 2}))
+    doubts = [run.doubt for run in read_runs(runs)]
+    assert doubts == ["", f"{runs / 'two'}: ranks share a GPU, so speeds mean nothing"]
+
+
 def test_inputs_are_read_from_run_folders(runs):
     inputs = read_inputs(read_runs(runs))
     assert inputs.gradient_bytes == (4e6, 4e6)

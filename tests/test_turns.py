@@ -814,6 +814,7 @@ def test_what_ends_the_blocks_loses_the_one_that_was_under_way_alone(error, benc
         (0, [], "square", None),
         (0, ["--workers", "4"], "square", ("4",)),
         (1, [], "square-nccl", ("1",)),
+        (1, ["--", "--share-gpu"], "square-nccl", ("2",)),
         (8, [], "square-nccl", ("2",)),
         (8, ["--", "--no-cuda"], "square", None),
         (8, ["--", "--no_cuda"], "square", None),

@@ -32,6 +32,7 @@ from launching import (
     rarely,
     run,
     wait_until,
+    words_of,
 )
 from making import CPU, a_config, a_world
 from torch import nn
@@ -188,6 +189,52 @@ def test_a_run_without_batches_is_frozen(start: Callable[..., Started]) -> None:
     place = f"rank 1 on {host}, process {stopped.pid}, is stopped"
     words = re.escape("error: no batch for 2 s (--stall-timeout): another rank")
     assert re.fullmatch(rf"{own}\d+\)\n{words}.*{place}.*\n", output)
+
+
+@pytest.mark.launch
+def test_ranks_that_wait_in_the_code_of_an_engine_end(tmp_path: Path) -> None:
+    """As on a GPU, where Horovod's main thread waits in C for a peer that NCCL does not miss."""
+
+    def stop_rank_1(launcher: subprocess.Popen) -> None:
+        metrics = tmp_path / "run/metrics.jsonl"
+        wait_until(lambda: metrics.exists() and '"step": 20' in metrics.read_text())
+        ranks = [
+            process
+            for process in psutil.Process(launcher.pid).children(recursive=True)
+            if process.environ().get("OMPI_COMM_WORLD_RANK") == "1"
+        ]
+        assert len(ranks) == 1
+        ranks[0].suspend()
+
+    options = f"{SMALL} --epochs 9999 --max-steps 99999 --stall-timeout 5 --no-sleeping-poll"
+    words = [*words_of("mpirun", TRAINERS["horovod"]), *options.split()]
+    finished = run([*words, "--log-dir", str(tmp_path), "--name", "run"], meanwhile=stop_rank_1)
+    assert finished.returncode != 0
+    waits = r"\[rank 0 on .*, after .*: synchronize \(mpi_ops\.py:\d+\), "
+    assert re.search(waits, finished.output), finished.output
+    assert re.search(r"error: no batch for 5 s .*rank 1 on .* is stopped", finished.output)
+
+
+# Two ranks whose main threads hang in C: the one of rank 1 also keeps every Python thread from
+# running, and so its watch.
+HOLDS_THE_LOCK = """
+import ctypes
+from recipe.watch import heartbeat, start_watchdog
+from recipe.world import read_world
+world = read_world()
+start_watchdog(world, 2)
+heartbeat()
+(ctypes.PyDLL if world.rank == 1 else ctypes.CDLL)(None).pause()
+"""
+
+
+@pytest.mark.launch
+def test_a_rank_that_holds_python_s_lock_ends_with_another_s_watch(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(HOLDS_THE_LOCK)
+    finished = run(words_of("mpirun", str(tmp_path / "rank.py")))
+    assert finished.returncode != 0
+    assert "[rank 0 on " in finished.output and "[rank 1 on " not in finished.output
+    assert finished.output.count("error: no batch for 2 s (--stall-timeout)") == 1
 
 
 @pytest.mark.parametrize(

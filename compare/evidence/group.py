@@ -83,6 +83,12 @@ class Group:
         )
 
     @cached_property
+    def ranks_per_gpu(self) -> int | None:
+        """The most ranks that shared a GPU, in any of its runs; None if none did."""
+        runs = (*self.complete, *self.sides)
+        return max((run.environment.ranks_per_gpu or 0 for run in runs), default=0) or None
+
+    @cached_property
     def scatter(self) -> Scatter | None:
         """How much more the blocks scatter than their turns foretell: the variance of each side's
         logarithm less the block's mean, summed over sides, over the same as the turns foretell it.
@@ -113,10 +119,11 @@ class Group:
         self, powers: Mapping[str, float], value: Callable[[Turn], float] = throughput
     ) -> Estimate | None:
         """Estimate the product of the sides' rates, each raised to its power, as `turns.estimate`
-        does; None if no block has all these sides. Turns foretell the error of a ratio of
+        does; None if no block has all these sides, or if ranks shared a GPU: their processes take
+        turns on it, so that rates say nothing about engines. Turns foretell the error of a ratio of
         throughputs: what they have in common within a block cancels."""
         blocks = self.blocks_with(powers)
-        if not blocks:
+        if not blocks or self.ranks_per_gpu:
             return None
         found = estimate(blocks, powers, value, self.confidence)
         is_ratio = sum(powers.values()) == 0

@@ -17,8 +17,9 @@ class Finding:
     case: str = ""
     workers: int = 0
     differences: tuple[Fact, ...] = ()  # that forbid a judgement
+    ranks_per_gpu: int | None = None  # several: their speeds mean nothing
     is_finished: bool = True  # False: the plan needs more blocks, and nothing is decided yet
-    speed: Estimate | None = None  # of a ratio, or a speed; None: no blocks, or differences
+    speed: Estimate | None = None  # of a ratio, or a speed; None: no blocks, or one of the above
     family: int = 1  # number of findings that Holm's correction covers
 
     @property
@@ -39,6 +40,7 @@ def find(record: Record, group: Group, powers: Mapping[str, float]) -> Finding:
         case=group.case,
         workers=group.workers,
         differences=tuple(differences.values()),
+        ranks_per_gpu=group.ranks_per_gpu,
         is_finished=group.place not in record.unfinished,
         speed=None if differences else group.estimate(powers),
     )

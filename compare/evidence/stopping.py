@@ -199,6 +199,8 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
     blocks = min(group.num_blocks for group in groups)
     if not blocks:
         return ""
+    if plan.blocks is None and all(group.ranks_per_gpu for group in groups):
+        return "ranks share a GPU, so more blocks would decide nothing"
     return reason_to_stop(
         estimates_of(groups),
         blocks,

@@ -14,6 +14,7 @@ from compare.plan.environment import ROOT
 from recipe.errors import CONTROL
 
 OWN_SCRIPTS = "these scripts"
+SHARED_GPU = "ranks share a GPU, so speeds mean nothing"
 
 
 def count(number: int, noun: str) -> str:

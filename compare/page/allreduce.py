@@ -96,14 +96,14 @@ def label_of(message: str, num_bytes: int) -> str:
 
 def speed_between(group: Group, other: Group, backend: str) -> Estimate | None:
     """Return how many times as fast a backend is in one case as in another, paired by block: a
-    launch measures both."""
+    launch measures both. None if no block has both, or if ranks share a GPU."""
     rates = {block.number: block.rate(backend, throughput) for block in other.blocks}
     logs = [
         math.log(block.rate(backend, throughput) / rates[block.number])
         for block in group.blocks
         if block.number in rates
     ]
-    return estimate_logs(logs, group.confidence) if logs else None
+    return estimate_logs(logs, group.confidence) if logs and not group.ranks_per_gpu else None
 
 
 def text_report(record: Record) -> str:
@@ -119,7 +119,10 @@ def text_report(record: Record) -> str:
         f"{name}: {used.transport} on the {used.device.upper()}, {used.version}"
         for name, used in ((name, environments[name]) for name in record.configurations)
     ]
+    shares = any(group.ranks_per_gpu for group in record.groups)
+    caution = "Ranks shared a GPU: the sums were checked and are right; their times mean nothing."
     paragraphs = [
+        [caution] * shares,
         [heading],
         [table(figures)],
         [fill(line, WIDTH, subsequent_indent="  ") for line in notes_of(first.world_size)],

@@ -62,6 +62,8 @@ def kind(finding: Verdict | Goal) -> str:
     """Return in a few words how a finding ended, as in "2 undecided"."""
     if finding.differences:
         return "whose runs differ in more than the plan varies"
+    if finding.ranks_per_gpu:
+        return "whose ranks share a GPU"
     if not finding.is_finished:
         return UNFINISHED
     if finding.speed is None or finding.speed.low is None:

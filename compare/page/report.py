@@ -177,11 +177,27 @@ class Report:
         }
 
     @property
+    def caution(self) -> str:
+        """What stands above all figures of runs whose ranks shared a GPU; "" of others."""
+        sharing = [group for group in self.record.groups if group.ranks_per_gpu]
+        if not sharing:
+            return ""
+        most = max(group.ranks_per_gpu or 0 for group in sharing)
+        places = "; ".join(place_text(*group.place) for group in sharing)
+        where = f"At {places}: " if len(sharing) < len(self.record.groups) else ""
+        return (
+            f"{where}{most} ranks shared a GPU: this checks correctness; speeds mean nothing, and "
+            "none is judged."
+        )
+
+    @property
     def headline(self) -> list[str]:
         """The whole result in a few sentences."""
         if self.record.problem:
             return ["Nothing is decided: part of the record cannot be read."]
-        return headline(self.verdicts, self.goals)
+        if all(group.ranks_per_gpu for group in self.record.groups):
+            return [self.caution, *filter(None, [self.equal_weights])]
+        return [*filter(None, [self.caution]), *headline(self.verdicts, self.goals)]
 
     @property
     def next_step(self) -> tuple[str, str]:
@@ -369,6 +385,11 @@ class SideBySide:
         self.names = shortest_unique_names([record.folder for record in records])
         # Their full names would make a table too wide.
         self.letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(reports))]
+        self.cautions = [
+            f"{letter}: {report.caution}"
+            for letter, report in zip(self.letters, reports, strict=True)
+            if report.caution
+        ]
         # In what the comparisons differ, apart from the order and the noise of their runs: a value
         # for each comparison. Several values within a comparison are joined.
         settings = dict.fromkeys(

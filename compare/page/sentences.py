@@ -9,6 +9,7 @@ from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.evidence.record import Record
 from compare.evidence.verdicts import DIFFERENT, Verdict
 from compare.evidence.words import (
+    SHARED_GPU,
     count,
     difference_text,
     digits,
@@ -80,6 +81,8 @@ def claim(verdict: Verdict) -> str:
     speed, both = verdict.speed, f"{verdict.first_label} and {verdict.second_label}"
     if verdict.differences:
         return f"no verdict on {both}: the runs differ in more than the plan varies"
+    if verdict.ranks_per_gpu:
+        return f"no verdict on the speeds of {both}: {SHARED_GPU}"
     if speed is None:
         return f"no verdict on {both}: no block was completed by both"
     if speed.low is None:
@@ -192,6 +195,8 @@ def goal_verdict(goal: Goal) -> str:
     """Say whether a goal is reached, or why that is not judged."""
     if goal.differences:
         return f"no verdict: {'; '.join(map(difference_text, goal.differences))}"
+    if goal.ranks_per_gpu:
+        return f"no verdict: {SHARED_GPU}"
     if not goal.is_finished:
         return "not finished"
     return goal.decision if goal.is_judged else f"an interval needs {MIN_BLOCKS} blocks"

@@ -399,7 +399,7 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
         return f"{goal_figure(goal, goal.speed.low)} – {goal_figure(goal, goal.speed.high)}"
 
     def verdict(goal: Goal) -> TableCell:
-        is_judged = goal.is_finished and not goal.differences
+        is_judged = goal.is_finished and not (goal.differences or goal.ranks_per_gpu)
         return TableCell(goal_verdict(goal), is_alarm=not is_judged)
 
     question = Column("question", lambda goal: goal.question, is_number=False)

@@ -17,7 +17,7 @@ from compare.evidence.reading import metrics_of, parse
 from compare.evidence.record import FILE, Record, read_comparison
 from compare.evidence.runs import read_run_folder
 from compare.evidence.turns import Block
-from compare.evidence.words import difference_text, place_text, short
+from compare.evidence.words import SHARED_GPU, difference_text, place_text, short
 from compare.plan.configurations import PEERS
 from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS, Environment, Settings, StepLine, Summary
@@ -211,6 +211,8 @@ def doubt_of(record: Record, group: Group, configuration: str) -> str:
     why = [*map(difference_text, found.differences)]
     if not found.is_finished:
         why.append(f"the measurement is not finished: {record.unfinished[group.place]}")
+    if found.ranks_per_gpu:
+        why.append(SHARED_GPU)
     return f"{record.folder}, {place_text(*group.place)}: {'; '.join(why)}" if why else ""
 
 
@@ -250,13 +252,15 @@ def read_run(folder: Path) -> MeasuredRun:
     """Read a run folder."""
     written = read_run_folder(folder)
     config = parse(written["settings"], Settings, folder / "config.json")
+    environment = parse(written["environment"], Environment, folder / "environment.json")
     return MeasuredRun(
         folder,
         config,
-        parse(written["environment"], Environment, folder / "environment.json"),
+        environment,
         parse(written["summary"], Summary, folder / "summary.json"),
         *steps_of(written["metrics"], config, folder),
         gradients=written["gradients"],
+        doubt=f"{folder}: {SHARED_GPU}" if environment.ranks_per_gpu else "",
     )
 
 

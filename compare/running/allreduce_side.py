@@ -16,9 +16,10 @@ from compare.for_scripts.comparison_side import Client, join
 
 class AllReduceClient(Client):
     """An all-reduce's turns. Only a step's own seconds count: what it does between two sums is no
-    part of them. The record names the transport."""
+    part of them. The record names the transport, and how many ranks share a GPU."""
 
     timed, transport = 0.0, ""
+    ranks_per_gpu: int | None = None
 
     def step_ended(self, unit: str, amount: float, seconds: float = 0.0) -> None:
         self.timed += seconds
@@ -31,7 +32,7 @@ class AllReduceClient(Client):
     def measured(self) -> dict[str, Any]:
         values = super().measured() | {"seconds": self.timed}
         if "facts" in values:
-            values["facts"]["transport"] = self.transport
+            values["facts"] |= {"transport": self.transport, "ranks_per_gpu": self.ranks_per_gpu}
         return values
 
 

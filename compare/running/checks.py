@@ -315,10 +315,11 @@ def check_data(data: Path) -> Finding:
     return Finding("data", "ok", "train/ and val/ can be read")
 
 
-def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
+def check_gpu_state(sides: int = 1, workers: int = 0, may_share: bool = False) -> Finding:
     """Check that no other process uses the visible GPUs, that they are not slowed, that there is
-    one for each of `workers`, and that each can hold one worker of each of `sides` at once."""
-    wrong = dict(gpu_problems(sides, workers))
+    one for each of `workers`, and that each can hold one worker of each of `sides` at once, or
+    several workers if they `may_share` a GPU."""
+    wrong = dict(gpu_problems(sides, workers, may_share))
     return make_finding(
         "GPU state",
         not wrong,
@@ -327,7 +328,7 @@ def check_gpu_state(sides: int = 1, workers: int = 0) -> Finding:
     )
 
 
-def gpu_problems(sides: int, workers: int) -> Iterator[tuple[str, str]]:
+def gpu_problems(sides: int, workers: int, may_share: bool) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the visible GPUs together, and with each; and what to do."""
     names = [process.info["name"] or "" for process in psutil.process_iter(["name"])]
     if any(name.startswith("nvidia-cuda-mps") for name in names):
@@ -336,9 +337,15 @@ def gpu_problems(sides: int, workers: int) -> Iterator[tuple[str, str]]:
         )
         yield f"CUDA's MPS runs: {found}", "echo quit | nvidia-cuda-mps-control"
     gpus = visible_gpus()
-    if workers > gpus:
+    if workers > gpus and may_share:
+        shared = "a GPU" if gpus == 1 else f"{gpus} GPUs"
+        found = f"{workers} workers share {shared}: this checks correctness, speeds mean nothing"
+        yield found, f"to compare speeds give --workers up to {gpus}, without --share-gpu"
+    elif workers > gpus:
         found = f"{workers} workers on this machine, which has {count(gpus, 'visible GPU')}"
-        yield found, f"give --workers up to {gpus}, or --no-cuda to the trainers"
+        remedy = f"give --workers up to {gpus}, or to the trainers --no-cuda or --share-gpu"
+        yield found, remedy
+    on_each = sides * (math.ceil(workers / gpus) if may_share and gpus else 1)
     for number, gpu in enumerate(gpu_facts()):
         # This process itself uses the GPUs if it has asked torch about them.
         users = [process.pid for process in gpu["ComputeRunningProcesses"] or ()]
@@ -349,13 +356,14 @@ def gpu_problems(sides: int, workers: int) -> Iterator[tuple[str, str]]:
             remedy = "let it cool down, and see nvidia-smi -q -d PERFORMANCE"
             yield f"GPU {number} is slowed by {slowed_by}", remedy
         free = gpu["MemoryInfo"].free if gpu["MemoryInfo"] else math.inf
-        if free < sides * MEMORY_PER_WORKER:
-            found = f"GPU {number} has {free / GIB:.1f} GiB free for {count(sides, 'worker')}"
+        if free < on_each * MEMORY_PER_WORKER:
+            found = f"GPU {number} has {free / GIB:.1f} GiB free for {count(on_each, 'worker')}"
             yield found, "free some, or compare fewer configurations"
         mode = gpu["ComputeMode"] or 0
         most = MOST_PROCESSES[mode]
-        if sides > most:
-            found = f"GPU {number} in compute mode {mode} admits {most} of {count(sides, 'worker')}"
+        if on_each > most:
+            who = count(on_each, "worker")
+            found = f"GPU {number} in compute mode {mode} admits {most} of {who}"
             yield found, "as root: nvidia-smi --compute-mode 0"
 
 
@@ -512,7 +520,8 @@ def find_warnings(plan: Plan, folder: Path) -> list[str]:
     ]
     on_gpus = [run for run in runs if run.config.cuda and visible_gpus()]
     if on_gpus:
-        findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus))))
+        may_share = any(run.config.share_gpu for run in on_gpus)
+        findings.append(check_gpu_state(sides, max(map(workers_here, on_gpus)), may_share))
     if any(run.configuration.engine == "horovod" for run in on_gpus):
         findings.append(check_horovod())
     return warning_texts(findings)

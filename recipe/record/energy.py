@@ -34,12 +34,13 @@ class EnergyUse:
 class EnergyMeter:
     """Measures what this rank's GPUs and, on one rank of each host, its processors use between
     `start` and `stop`. Call `stop` after a synchronisation, and `sample` at least every minute,
-    since RAPL's counters wrap."""
+    since RAPL's counters wrap. `devices`: GPUs that no other rank uses; without any, the energy of
+    GPUs is not measured."""
 
     def __init__(self, devices: Sequence[torch.device], local_rank: int) -> None:
         self.gpus: list[Any] = [
             _nvml_of(device) if device.type == "cuda" else None for device in devices
-        ]
+        ] or [None]
         # Cores, caches and memory have domains of their own inside a package, and psys contains
         # everything: so only packages may be added up.
         domains = sorted(POWERCAP.glob("intel-rapl:*"))

@@ -7,7 +7,6 @@ differ, training looks normal for hours and is worthless, or hangs. So the ranks
 everything that decides what is computed and, if the digests differ, the values themselves.
 """
 
-import ctypes
 import hashlib
 import json
 import math
@@ -31,6 +30,7 @@ from recipe.data.image_folder import Listing
 from recipe.device import core_ranges, cpu_quota_cores
 from recipe.errors import UserError
 from recipe.files import read_proc
+from recipe.gpu_sharing import nccl_versions, version_text
 from recipe.ranks import Ranks
 from recipe.record.energy import gpu_clocks_mhz
 from recipe.record.folder import utc_now
@@ -173,27 +173,17 @@ def sample_of_sizes(data: Data) -> list[int]:
     return [os.path.getsize(file) if os.path.exists(file) else -1 for file in files]
 
 
-def check_same_training(keys: dict[str, str], device: torch.device, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks alike, if their `keys` (see `comparison_keys`) differ, or if
-    two ranks have the same GPU.
+def check_same_training(keys: dict[str, str], ranks: Ranks) -> None:
+    """Raise UserError, on all ranks alike, if their `keys` (see `comparison_keys`) differ.
 
     The exchange is in the CPU's memory, so that it works if a rank has found no GPU.
     """
     watch.begin("comparing settings and data with the other ranks'")
-    is_cuda = device.type == "cuda"
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if is_cuda else ""
-    values = _digest(json.dumps(keys).encode()), gpu, ranks.world.host
-    digests, gpus, hosts = zip(*ranks.gather(values), strict=True)
+    values = _digest(json.dumps(keys).encode()), ranks.world.host
+    digests, hosts = zip(*ranks.gather(values), strict=True)
     heartbeat()  # all ranks have met: from now on none may be late
     if len(set(digests)) > 1:
         raise UserError(differences(ranks.gather(keys), hosts))
-    second = next((rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank]), 0)
-    if second:
-        raise UserError(
-            f"ranks {gpus.index(gpus[second])} and {second} on {hosts[second]} have the same GPU: "
-            "start at most as many ranks on a host as it has GPUs, give each rank its own GPU "
-            "(CUDA_VISIBLE_DEVICES), or pass --no-cuda to train on the CPU"
-        )
 
 
 def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
@@ -268,9 +258,11 @@ def describe(
     device: torch.device,
     threads: int,
     places: Sequence[tuple[str, Sequence[int]]],
+    ranks_per_gpu: int | None = None,
 ) -> Environment:
     """Return everything about this run's environment that a reader of its figures may want to know;
-    `places`: each rank's host, and the cores that it may use."""
+    `places`: each rank's host, and the cores that it may use; `ranks_per_gpu`: None if no ranks
+    share one."""
     rank_hosts = [host for host, _ in places]
     with_mpi = world.started_by.rendezvous == "MPI" or transport == "MPI"
     on_gpu, quota = device.type == "cuda", cpu_quota_cores()
@@ -288,6 +280,7 @@ def describe(
         rank_hosts=rank_hosts,
         device=device.type,
         device_name=torch.cuda.get_device_name(device) if on_gpu else cpu_model(),
+        ranks_per_gpu=ranks_per_gpu,
         cpu_model=cpu_model(),
         cores=os.cpu_count() or 1,
         threads=threads,
@@ -300,7 +293,9 @@ def describe(
         horovod=metadata.version("horovod") if engine == "horovod" else None,
         mpi=first_line_of("mpirun", "--version") if with_mpi else None,
         cuda=torch.version.cuda if on_gpu else None,
-        nccl=nccl_version() if transport == "NCCL" else None,
+        nccl=" and ".join(map(version_text, nccl_versions())) or None
+        if transport == "NCCL"
+        else None,
         driver=first_line_of(*driver) if on_gpu else None,
         gpu_clock_mhz=clock,
         gpu_clock_limit_mhz=clock_limit,
@@ -317,17 +312,6 @@ def allocator() -> str:
     return next(
         (name for name in ALLOCATORS if f"lib{name}" in read_proc("/proc/self/maps")), "C library"
     )
-
-
-def nccl_version() -> str | None:
-    """Return the version of the NCCL that this process has loaded, for torch or for Horovod, such
-    as 2.27.3; None if it has loaded none."""
-    libraries = set(re.findall(r"/.*/libnccl\.so.*", read_proc("/proc/self/maps")))
-    versions, code = [], ctypes.c_int()
-    for library in sorted(libraries):
-        ctypes.CDLL(library).ncclGetVersion(ctypes.byref(code))
-        versions.append(f"{code.value // 10_000}.{code.value // 100 % 100}.{code.value % 100}")
-    return " and ".join(versions) or None
 
 
 def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[str, str]:

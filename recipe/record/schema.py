@@ -74,6 +74,7 @@ class Environment:
     rank_hosts: list[Text] | None = None  # by rank
     device: Text  # "cpu" or "cuda"
     device_name: Text
+    ranks_per_gpu: Count | None = None  # on the GPU that most ranks share; None: none is shared
     cpu_model: Text
     cores: Whole  # of the host
     threads: Whole  # of each rank

@@ -370,6 +370,9 @@ class SpeedFlags:
         "only). Without it Horovod checks in a busy loop, which takes CPU time.")
     cuda: bool = place(True, decides=("device", "device_name", "CUDA version"), help=
         "Use GPUs if there are any.")
+    share_gpu: bool = place(False, per_rank="equal", needs="workers", help=
+        "Let the ranks of a host share its GPUs, if they are more than the GPUs. This checks "
+        "correctness, NCCL between ranks included; speeds then mean nothing (docs/gpu.md).")
     deterministic: bool = work(False, help=
         "Compute the same bits in every run on the same machines. GPUs then use slower kernels, "
         "and Horovod sends each gradient separately; see docs/recipe.md.")
