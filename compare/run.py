@@ -99,7 +99,7 @@ from compare.running.launch import duration, print_line, start_and_wait, utc_sta
 from compare.running.scheduler import MeasurementError, reaching_side_file, with_side_file
 from recipe.command import call_tool, run_main
 from recipe.errors import UserError, near_match
-from recipe.settings.config import PRESET_OF_OTHER_IMAGES, are_digits
+from recipe.settings.config import PRESET_OF_DATA, default_preset
 from recipe.settings.flags import given_flags
 
 SCRIPT = "compare/run.py"
@@ -557,9 +557,11 @@ def make_plan(options: SimpleNamespace) -> Plan:
     """Return the plan of the file, if one is named, with what the flags say on top of it."""
     file = read_plan_file(options.plan) if options.plan else {}
     plan = typed(merged(file, given_table(options)), Plan, strict=False)
-    words, given = list(plan.trainer_arguments), given_flags(options.arguments_after_dashes)
-    if given_flags(words).get("data") == "digits" and not are_digits(given):
-        words += ["--preset", PRESET_OF_OTHER_IMAGES]  # instead of the plan's, which is for digits
+    words = list(plan.trainer_arguments)
+    own, given = given_flags(words), given_flags(options.arguments_after_dashes)
+    preset = default_preset(own | given)
+    if own.get("data") in PRESET_OF_DATA and preset != default_preset(own):
+        words += ["--preset", preset]  # instead of the plan's, which is for its own images
     plan = replace(
         plan,
         configurations=tuple(dict.fromkeys(plan.configurations)),

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipe.data.idx import FASHION_MNIST
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = "sudo bash tools/debian_packages.sh"
 HOROVOD = "needs Horovod: make setup WITHOUT_HOROVOD=0"
@@ -30,6 +32,9 @@ needs_dali = pytest.mark.skipif(  # whose import takes seconds
 )
 needs_sshd = pytest.mark.skipif(
     None in (SSHD, shutil.which("ssh-keygen")), reason=f"needs sshd: {PACKAGES}"
+)
+needs_fashion_mnist = pytest.mark.skipif(
+    not FASHION_MNIST.is_dir(), reason=f"needs Fashion-MNIST (dataset-fashion-mnist): {PACKAGES}"
 )
 
 

@@ -602,6 +602,8 @@ def test_resume(tmp_path: Path) -> None:
         ({"model_ema": False}, {"evaluate": True}, "--model-ema False, but this run has True"),
         ({}, {"blur_pool": True}, "--blur-pool False, but this run has True"),
         ({}, {"blur_pool": True, "evaluate": True}, "--blur-pool False, but this run has True"),
+        ({}, {"small_stem": True}, "--small-stem False, but this run has True"),
+        ({}, {"image_mean": (0.3,) * 3}, "--image-mean 0.485 0.456 0.406, but this run has 0.3 "),
         ({}, {"seed": 1}, "--seed 42, but this run has 1; .* or start from the weights alone"),
         ({}, {"optimizer": "adamw"}, "--optimizer sgd, but this run has adamw"),
         # An evaluation of the weights needs no more than the weights.
@@ -1025,6 +1027,27 @@ def test_weights_of_other_classes_need_a_new_head(is_exported: bool, tmp_path: P
         contents.pop("classes", None)
 
 
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_weights_of_pixels_normalised_in_another_way_are_warned_of(
+    is_exported: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, checkpoint = tmp_path / "w.safetensors", tmp_path / "c.pt"
+    config = replace(CONFIG, arch="resnet10", weights=str(file if is_exported else checkpoint))
+    model = build_model(config, 3, download=False)
+    parts = replace(trainables(), model=model, ema=None)
+    save_checkpoint(checkpoint, contents_of(parts, PROGRESS, config, CATS))
+    assert export.main([str(checkpoint), str(file)]) == 0
+    capsys.readouterr()
+    load_weights(model, config, CATS)
+    assert capsys.readouterr().out == ""
+    load_weights(model, replace(config, image_std=(0.3, 0.3, 0.3)), CATS)
+    assert re.fullmatch(
+        r"warning: --weights .*: was trained with --image-std 0.229 0.224 0.225, and this run has "
+        r"0.3 0.3 0.3\n",
+        capsys.readouterr().out,
+    )
+
+
 @pytest.mark.parametrize(
     ("classes", "now", "warns"),
     [
@@ -1146,6 +1169,7 @@ def test_the_better_weights_come_back(
     with safe_open(out, "pt") as file:
         assert set(file.keys()) == set(TinyNet().state_dict())
         told = {"format": "pt", "arch": "tiny", "step": "3", "weights": whose, "classes": "[]"}
+        told |= {"image_mean": "[0.485, 0.456, 0.406]", "image_std": "[0.229, 0.224, 0.225]"}
         assert file.metadata() == told
 
 

@@ -332,6 +332,7 @@ def test_other_images_are_trained_by_their_own_recipe(here: Path) -> None:
     """And not by the one of the digits."""
     for words, preset in {
         "--data IMAGENET": "goyal-90",
+        "--data fashion-mnist": "fashion-quick",
         "--train-dir a --val-dir b": "goyal-90",
         "--data IMAGENET --preset tv-v1": "tv-v1",
         "--epochs 1": "digits-resnet18",

@@ -121,11 +121,14 @@ def pixels(data: Data, config: Config, size: int, start: int = 0) -> Counter[byt
     )
 
 
+@pytest.mark.parametrize("padding", [None, 4])
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_pixels_do_not_depend_on_ranks(is_damaged: bool, folders: Config, colored: Config) -> None:
+def test_pixels_do_not_depend_on_ranks(
+    is_damaged: bool, padding: int | None, folders: Config, colored: Config
+) -> None:
     """Augmentation, and what takes the place of a bad image, is drawn from (seed, epoch, index)
     alone: any split sees the same images."""
-    config = colored if is_damaged else folders
+    config = replace(colored if is_damaged else folders, random_crop_padding=padding)
     data = damage(config) if is_damaged else open_data(config)
     alone = pixels(data, config, 1)
     assert pixels(data, replace(config, batch_size=2), 2) == alone
@@ -236,11 +239,17 @@ def test_synthetic_batches() -> None:
     assert sum(counts) == 10  # as many as the summary tells
 
 
+GREY = {"image_mean": (0.286,) * 3, "image_std": (0.353,) * 3}
+
+
+@pytest.mark.parametrize("others", [{}, GREY])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_to_device(channels_last: bool) -> None:
+def test_to_device(channels_last: bool, others: dict[str, Any]) -> None:
     images, labels = torch.randint(0, 256, (2, 3, 5, 5), dtype=torch.uint8), torch.tensor([1, 2])
-    moved, targets = to_device((images, labels), a_config(channels_last=channels_last), CPU)
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    config = a_config(channels_last=channels_last, **others)
+    moved, targets = to_device((images, labels), config, CPU)
+    mean = torch.tensor(others.get("image_mean", [0.485, 0.456, 0.406]))
+    std = torch.tensor(others.get("image_std", [0.229, 0.224, 0.225]))
     expected = (images.float() / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
     assert torch.allclose(moved, expected, atol=1e-5)
     assert moved.is_contiguous(memory_format=torch.channels_last) == channels_last

@@ -98,7 +98,7 @@ def backward(loss: torch.Tensor) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All tensors are fake, and CUDA's streams, too; torch takes the GPU for real."""
-    for name in ("_mean_and_std", "_copying_stream"):
+    for name in ("_on_device", "_copying_stream"):
         monkeypatch.setattr(loading, name, functools.cache(getattr(loading, name).__wrapped__))
     monkeypatch.setattr(torch.cuda, "Stream", Mock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

@@ -23,12 +23,12 @@ from torchvision.transforms import v2
 from recipe.data import decoding
 from recipe.data.decoding import decode, image_size
 from recipe.data.images import (
-    MEAN_COLOR,
     Draw,
     Key,
     TrainTransform,
     ValTransform,
     empty_batch,
+    mean_color,
     resize,
 )
 from recipe.errors import UserError
@@ -251,14 +251,39 @@ def test_crop_flip_and_scale() -> None:
     assert 160 < sum(is_flipped) < 240
 
 
+@pytest.mark.parametrize(("padding", "width", "height"), [(4, 28, 28), (0, 30, 33), (3, 24, 40)])
+def test_padding_and_crop_are_torchvisions(padding: int, width: int, height: int) -> None:
+    """Each crop is one of those that torchvision's RandomCrop can draw, all about as often."""
+    image, transform = picture(width, height), a_transform(28, random_crop_padding=padding)
+    padded = v2.functional.pad(torch.from_numpy(np.array(image)).permute(2, 0, 1), [padding] * 4)
+    places = {}
+    for top in range(padded.shape[1] - 27):
+        for left in range(padded.shape[2] - 27):
+            crop = padded[:, top : top + 28, left : left + 28]
+            places[crop.numpy().tobytes()] = places[crop.flip(2).numpy().tobytes()] = top, left
+    seen = [places[augment(image, transform, 1, 2, i).numpy().tobytes()] for i in range(2000)]
+    for axis in (0, 1):
+        drawn = [place[axis] for place in seen]
+        number = padded.shape[axis + 1] - 27
+        assert ks_2samp(drawn, np.arange(4000) % number).pvalue > 0.001
+
+
+def test_what_padding_leaves_too_small_is_refused() -> None:
+    with pytest.raises(UserError, match=r"size 40: there is an image of 28 x 30 .* 36 x 38; give"):
+        augment(picture(28, 30), a_transform(40, random_crop_padding=4), 0, 0, 0)
+
+
 def test_erasing_fills_a_rectangle_with_the_mean_color() -> None:
     image = Image.new("RGB", (64, 64), (255, 0, 0))
     out = augment(image, a_transform(32, random_erase=1), 0, 0, 0)
-    is_erased = (out == torch.tensor(MEAN_COLOR)[:, None, None]).all(dim=0)
+    color = mean_color(Config())
+    assert color == [124, 116, 104]
+    assert mean_color(Config(image_mean=(0.286, 0.286, 0.286))) == [73, 73, 73]
+    is_erased = (out == torch.tensor(color)[:, None, None]).all(dim=0)
     assert 0.01 < is_erased.float().mean() < 0.4
     assert is_erased.sum() == is_erased.any(dim=1).sum() * is_erased.any(dim=0).sum()
     assert (out[:, ~is_erased] == torch.tensor([[255], [0], [0]])).all()
-    mean_after_normalisation = (np.array(MEAN_COLOR) / 255 - [0.485, 0.456, 0.406]) / 0.225
+    mean_after_normalisation = (np.array(color) / 255 - [0.485, 0.456, 0.406]) / 0.225
     assert abs(mean_after_normalisation).max() < 0.01
 
 

@@ -118,6 +118,29 @@ def test_resnet10_has_half_the_blocks_of_resnet18() -> None:
     assert {name: value.shape for name, value in ten.items()} == shapes
 
 
+@pytest.mark.parametrize("arch", ["resnet10", "resnet18", "wide_resnet50_2"])
+def test_a_small_stem_keeps_the_size_of_the_image(arch: str) -> None:
+    """Up to the first stage; all other layers keep their names and shapes, and begin alike."""
+    config = a_config(arch=arch, **sizes(28))
+    plain, small = (
+        build_model(replace(config, small_stem=is_small), 10, True) for is_small in (0, 1)
+    )
+    before, after = plain.state_dict(), small.state_dict()
+    assert after["conv1.weight"].shape == (64, 3, 3, 3)
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() - {"conv1.weight"})
+    images, seen = torch.randn(2, 3, 28, 28), []
+    for model in (plain, small):
+        model.layer1.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[2:]))
+        model.eval()(images)
+    assert seen == [(7, 7), (28, 28)]
+    # Kaiming's deviation for what it sends out, as torchvision's.
+    deviation = float(small.conv1.weight.detach().std())
+    assert deviation == pytest.approx(math.sqrt(2 / (64 * 9)), rel=0.1)
+    pieces = split_resnet(small, config, 2)
+    assert torch.equal(nn.Sequential(*pieces)(images), small(images))
+
+
 @pytest.mark.parametrize(("arch", "last"), [("resnet18", "bn2"), ("wide_resnet50_2", "bn3")])
 def test_residual_blocks_that_begin_as_the_identity(arch: str, last: str) -> None:
     for zero in (False, True):

@@ -148,12 +148,14 @@ def test_engines_end_with_equal_weights(
 )
 def test_each_recipe_is_the_same_on_both_engines(preset: str, tmp_path: Path) -> None:
     """On images, batches and a network of this machine's size."""
-    arch = "timm:resnet10t" if preset_of(preset).uses_timm else "shufflenet_v2_x0_5"
+    recipe = preset_of(preset)
+    arch = "timm:resnet10t" if recipe.uses_timm else "shufflenet_v2_x0_5"
+    arch = "resnet10" if recipe.small_stem else arch
     small = (
         f"--data digits --arch {arch} --train-crop-size 40 --val-resize-size 40 "
         "--val-crop-size 32 --batch-size 12 --threads 1 --max-steps 6"
     )
-    if preset_of(preset).first_crop_size:
+    if recipe.first_crop_size:
         small += " --first-crop-size 32"
     folders = []
     for launcher, engine in (DDP, HOROVOD):

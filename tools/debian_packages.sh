@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests need from Debian or Ubuntu, if it is missing: bash tools/debian_packages.sh
 #
-# One line a thing: the command, or the library, that must be there, and the packages that bring it,
+# One line a thing: the command, library or folder that must be there, and the packages that bring it,
 # the first that the distribution has. (Ubuntu's chromium-browser is a link to a snap, which
 # containers cannot run, so it stands last. Slurm's PMIx plugin looks for libpmix.so by that name.)
 set -euo pipefail
@@ -13,12 +13,14 @@ ssh : openssh-client
 munged : munge
 slurmctld : slurm-wlm
 libpmix.so : libpmix-dev
+/usr/share/datasets/fashion-mnist : dataset-fashion-mnist
 "
 
 is_there() {  # is_there NAME|NAME...
     local command
     for command in ${1//|/ }; do
         if command -v "$command" >/dev/null; then return 0; fi
+        if [ -d "$command" ]; then return 0; fi
         if compgen -G "/usr/lib/*/$command" >/dev/null; then return 0; fi
     done
     return 1

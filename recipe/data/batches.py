@@ -15,6 +15,7 @@ import torch
 from recipe import watch
 from recipe.data.dali import EncodedImages, dali_batches
 from recipe.data.digits import open_digits
+from recipe.data.idx import open_fashion_mnist
 from recipe.data.image_folder import Listing, check_train_and_val
 from recipe.data.images import TrainTransform, ValTransform, seeded
 from recipe.data.loading import (
@@ -26,6 +27,7 @@ from recipe.data.loading import (
     load_batches,
     to_device,
 )
+from recipe.data.memory import ImagesInMemory
 from recipe.data.order import (
     SampleStream,
     Spans,
@@ -60,9 +62,9 @@ class Data:
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """What must be unchanged for a run to resume: the number of images, and a digest of their
-        names, labels and classes, which is the same for files and shards. For shards, also a digest
-        of their checksums. A digest of one permutation shows that numpy still orders images the
-        same way, which may change with its version."""
+        names, labels and classes, which is the same for files and shards. For shards and images in
+        memory, also a digest of their checksums. A digest of one permutation shows that numpy still
+        orders images the same way, which may change with its version."""
         digest = hashlib.sha256()
         facts = {
             "num_train": self.num_train,
@@ -73,7 +75,7 @@ class Data:
             if listing is not None:
                 digest.update(os.fsencode("\0".join(listing.classes)))
                 digest.update(listing.paths.tobytes() + listing.labels.tobytes())
-            if isinstance(listing, Shards):
+            if isinstance(listing, (Shards, ImagesInMemory)):
                 contents = hashlib.sha256(listing.checksums.tobytes()).hexdigest()
                 facts[f"{part}_contents_sha256"] = contents
         return {**facts, "sha256": digest.hexdigest()}
@@ -97,6 +99,8 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
     if config.train_dir and config.val_dir:
         cache = Path(config.cache_dir)
         train, val = (open_images(Path(root), cache) for root in (config.train_dir, config.val_dir))
+    elif config.data == "fashion-mnist":
+        train, val = open_fashion_mnist()
     else:
         train, val = open_digits("train"), open_digits("val")
     check_train_and_val(train, val)

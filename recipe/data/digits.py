@@ -7,32 +7,16 @@ validation: 1,438 images train, 359 validate. They were encoded once, so that al
 the same bytes.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from recipe.data.image_folder import Listing, read_arrays
+from recipe.data.image_folder import read_arrays
+from recipe.data.memory import ImagesInMemory
 
 FILE = Path(__file__).with_suffix(".npz")
 
 
-@dataclass(frozen=True)
-class Digits(Listing):
-    """A listing whose images are in memory, one after the other in `contents` (uint8). Image i
-    begins at `offsets[i]` (int64 [num_images + 1])."""
-
-    contents: np.ndarray
-    offsets: np.ndarray
-
-    def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image `index`."""
-        begin, end = self.offsets[index : index + 2]
-        return self.contents[begin:end].tobytes()
-
-
-def open_digits(part: str) -> Digits:
+def open_digits(part: str) -> ImagesInMemory:
     """Return the digits of the part `train` or `val`."""
     stored = read_arrays(FILE)
     kinds = (stored[f"{part}_{kind}"] for kind in ("paths", "labels", "contents", "offsets"))
-    return Digits(FILE, tuple("0123456789"), *kinds)
+    return ImagesInMemory(FILE, tuple("0123456789"), *kinds)

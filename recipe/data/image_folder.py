@@ -461,6 +461,11 @@ def missing_folder(root: Path) -> str:
             f"{root}: not complete yet. Run the same python -m recipe.data.prepare unpack "
             "command again."
         )
+    if any(there.glob("*-idx3-ubyte*")):
+        return (
+            f"{there}: holds images in IDX format. Convert them with: python -m "
+            f"recipe.data.prepare idx {shlex.quote(str(there))} OUT. Then train with --data OUT."
+        )
     missing = root.relative_to(there).parts[0]
     nearest = difflib.get_close_matches(missing, os.listdir(there), n=3, cutoff=0)
     hint = f"the closest names in it are {', '.join(nearest)}" if nearest else "it is empty"

@@ -20,10 +20,9 @@ from PIL import Image
 from torch import Tensor
 
 from recipe.data.decoding import decode, image_size
+from recipe.errors import UserError
 from recipe.settings.config import Config
 
-# ImageNet's mean colour (0.485, 0.456, 0.406) in uint8; normalisation takes it to within 0.01 of 0.
-MEAN_COLOR = (124, 116, 104)
 RATIO = (3 / 4, 4 / 3)  # of a random crop's width to its height, as torchvision's
 CROP_ATTEMPTS = 10  # torchvision's number; after them, the largest central crop is used
 
@@ -37,7 +36,8 @@ Key = tuple[int, int, int]
 @dataclass(frozen=True)
 class Draw:
     """The random choices for one training image: its crop, in pixels; whether it is flipped; and
-    the seed of the later augmentations."""
+    the seed of the later augmentations. With --random-crop-padding a crop may reach beyond the
+    image: `top` and `left` may be negative."""
 
     top: int
     left: int
@@ -49,7 +49,8 @@ class Draw:
 
 class TrainTransform:
     """The training transform: a random crop of --random-crop-scale times the area, 3:4 to 4:3 wide,
-    resized; a horizontal flip; torchvision's --auto-augment or timm's; random erasing.
+    resized, or a random square of the image with --random-crop-padding; a horizontal flip;
+    torchvision's --auto-augment or timm's; random erasing.
 
     The order is that of torchvision's reference training, which erases with 0 after normalisation.
     Here the image is normalised later, on the device, so the rectangle is filled with the mean
@@ -85,11 +86,23 @@ class TrainTransform:
         """Draw the augmentation of an image of this size, in pixels, from its key alone.
 
         So a resumed run, another number of ranks or loader workers, and the other engine see the
-        same pixels. The crop is drawn like torchvision's RandomResizedCrop.
+        same pixels. The crop is drawn like torchvision's RandomResizedCrop, or its RandomCrop.
         """
         uniform = uniform_numbers(key)
         flip, across, down = next(uniform), next(uniform), next(uniform)
         after = next(uniform)
+        is_flipped, seed = flip < self.config.hflip_prob, int(after * 2**32)
+        padding, size = self.config.random_crop_padding, self.config.train_crop_size
+        if padding is not None:
+            rows, columns = (side + 2 * padding - size + 1 for side in (height, width))
+            if min(rows, columns) < 1:
+                raise UserError(
+                    f"--train-crop-size {size}: there is an image of {width} x {height} pixels, "
+                    f"which --random-crop-padding {padding} makes no larger than "
+                    f"{width + 2 * padding} x {height + 2 * padding}; give a smaller size"
+                )
+            top, left = int(down * rows) - padding, int(across * columns) - padding
+            return Draw(top, left, size, size, is_flipped, seed)
         smallest, largest = self.config.random_crop_scale
         narrow, wide = map(math.log, RATIO)
         for _ in range(CROP_ATTEMPTS):
@@ -102,14 +115,8 @@ class TrainTransform:
             crop_height = min(height, max(1, round(width / RATIO[0])))
             crop_width = min(width, max(1, round(height * RATIO[1])))
             across = down = 0.5
-        return Draw(
-            top=int(down * (height - crop_height + 1)),
-            left=int(across * (width - crop_width + 1)),
-            height=crop_height,
-            width=crop_width,
-            flip=flip < self.config.hflip_prob,
-            seed=int(after * 2**32),
-        )
+        top, left = int(down * (height - crop_height + 1)), int(across * (width - crop_width + 1))
+        return Draw(top, left, crop_height, crop_width, is_flipped, seed)
 
     def __call__(self, content: bytes, name: str, key: Key, out: Tensor) -> int:
         """Decode an image file's `content`, augment it, and write it to `out` (uint8 [3, size,
@@ -119,7 +126,12 @@ class TrainTransform:
         rows = height if self._looks_for_damage(key[1]) else drawn.top + drawn.height
         image, left_over = decode(content, name, rows)
         bottom, right = drawn.top + drawn.height, drawn.left + drawn.width
-        resize(image[drawn.top : bottom, drawn.left : right], out, self.config.interpolation)
+        top, left = max(0, drawn.top), max(0, drawn.left)
+        part = image[top:bottom, left:right]
+        if self.config.random_crop_padding is None:
+            resize(part, out, self.config.interpolation)
+        else:
+            place(part, out, top - drawn.top, left - drawn.left)
         if drawn.flip:
             out.copy_(out.flip(-1))
         if self.after_crop:
@@ -150,7 +162,7 @@ def _steps_after_crop(config: Config) -> Iterator[Callable]:
         augment = kind(interpolation=mode) if kind is not None else TimmRandAugment(name, config)
         yield from (v2.ToPILImage(), augment, v2.PILToTensor())
     if config.random_erase:
-        yield v2.RandomErasing(config.random_erase, value=list(MEAN_COLOR))
+        yield v2.RandomErasing(config.random_erase, value=mean_color(config))
 
 
 class TimmRandAugment:
@@ -164,7 +176,7 @@ class TimmRandAugment:
 
         settings = {  # those of timm's own transforms_imagenet_train
             "translate_const": int(config.train_crop_size * 0.45),
-            "img_mean": MEAN_COLOR,
+            "img_mean": tuple(mean_color(config)),
             "interpolation": str_to_pil_interp(config.interpolation),
         }
         self.augment = rand_augment_transform(notation, settings)
@@ -233,6 +245,19 @@ def empty_batch(count: int, height: int, width: int) -> Tensor:
     return torch.empty(
         (count, 3, height, width), dtype=torch.uint8, memory_format=torch.channels_last
     )
+
+
+def mean_color(config: Config) -> list[int]:
+    """Return --image-mean in uint8; normalisation takes it to within 0.01 of 0."""
+    return [round(255 * mean) for mean in config.image_mean]
+
+
+def place(image: np.ndarray, out: Tensor, top: int, left: int) -> None:
+    """Copy `image` (uint8 [H, W, 3]) into `out` (uint8 [3, height, width]), its upper left corner
+    to (top, left); all around becomes black."""
+    height, width = image.shape[:2]
+    out.zero_()
+    out[:, top : top + height, left : left + width] = torch.from_numpy(image).permute(2, 0, 1)
 
 
 def resize(image: np.ndarray, out: Tensor, interpolation: str) -> None:

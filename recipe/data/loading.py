@@ -263,11 +263,10 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @functools.cache
-def _mean_and_std(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ImageNet's means and standard deviations of channels, scaled to 0..255: [3, 1, 1]."""
-    mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1) * 255
-    std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255
-    return mean.to(device), std.to(device)  # waits for the copies, so any stream may use them
+def _on_device(channels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return a number for each channel, scaled from 0..1 to 0..255, on `device`: [3, 1, 1]."""
+    values = torch.tensor(channels).view(3, 1, 1) * 255
+    return values.to(device)  # waits for the copy, so any stream may use them
 
 
 def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
@@ -280,7 +279,7 @@ def to_device(batch: Batch, config: Config, device: torch.device) -> Batch:
     if batch[0].is_floating_point():
         return batch
     images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-    mean, std = _mean_and_std(device)
+    mean, std = _on_device(config.image_mean, device), _on_device(config.image_std, device)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     images = images.contiguous(memory_format=layout)
     return images.sub(mean).div_(std), targets  # two passes over float values instead of four

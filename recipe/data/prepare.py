@@ -2,6 +2,7 @@
 
     python -m recipe.data.prepare unpack ARCHIVES IMAGENET
     python -m recipe.data.prepare sort-val VAL_DIR --labels LOC_val_solution.csv
+    python -m recipe.data.prepare idx MNIST OUT
     python -m recipe.data.prepare shards IMAGENET SHARDS
     python -m recipe.data.prepare check IMAGENET
 
@@ -12,13 +13,14 @@ After an interruption run the same command again. For details see
 import csv
 import io
 import itertools
+import math
 import os
 import shutil
 import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from json import dumps
@@ -31,6 +33,7 @@ from tyro.conf import Positional
 
 from recipe.command import run_tool
 from recipe.data.decoding import ONE_SUSPECT_IN, decode, image_size, suspect
+from recipe.data.idx import find_idx, open_idx, read_idx
 from recipe.data.image_folder import (
     CLASS_NAME,
     DAMAGE,
@@ -52,6 +55,7 @@ from recipe.files import whole_file, write_json
 from recipe.settings.config import home_path
 from recipe.settings.flags import DataFlags
 
+IMAGES_PER_SHARD = 10_000  # ImageNet: 129 shards of about 1 GB
 UNWRITABLE = ("cannot be written", "Fix that and run the same command again.")
 
 Result = TypeVar("Result")
@@ -213,9 +217,81 @@ def classes_in_names(images: Iterable[tuple[str, Path]]) -> dict[str, str]:
     return {image: match[0] for image, match in found if match}
 
 
+# -- Images in IDX format --------------------------------------------------------------------------
+
+
+def convert_idx(
+    folder: Positional[Path],
+    out: Positional[Path],
+    prefix: str | None = None,
+    shards: bool = False,
+    images_per_shard: int = IMAGES_PER_SHARD,
+) -> list[str]:
+    """Convert a data set in IDX format (MNIST, Fashion-MNIST, KMNIST, EMNIST) for --data OUT.
+
+    Images become PGM files of the same pixels, in class folders, or in shards with --shards. The
+    classes are named by their labels, such as 0 or 07; Fashion-MNIST's and, if the file of its
+    mapping is there, EMNIST's have their names, too: 9-Ankle-boot. EMNIST's images, which are
+    stored column by column, become upright. Class folders appear when they are complete.
+
+    UserError for files that are damaged or do not fit together, and if OUT is there already.
+
+    Args:
+        folder: Folder with the four files as they were published, packed or unpacked.
+        out: New folder in which train/ and val/ are written.
+        prefix: What the files' names begin with, if FOLDER holds several data sets, such as
+            emnist-letters-.
+        shards: Write shards instead of class folders.
+        images_per_shard: Images in each shard but the last one of train and of val.
+    """
+    files = find_idx(folder, prefix)
+    listings = dict(zip(("train", "val"), open_idx(files), strict=True))
+    check_train_and_val(listings["train"], listings["val"])
+    if shards:
+        lines = write_shards(listings, out, images_per_shard)
+    else:
+        _write_class_folders(listings, out)
+        lines = [
+            f"{out / part}: {len(listing):,} images of {len(listing.classes)} classes"
+            for part, listing in listings.items()
+        ]
+    pixels = read_idx(files.files["train", "images"], 3)
+    mean, std = (" ".join(3 * [f"{value:.4f}"]) for value in mean_and_std(pixels))
+    upright = ["images were stored column by column, as in all of EMNIST, and are upright now"]
+    return [
+        *lines,
+        *(upright if files.is_transposed else []),
+        f"normalise them with --image-mean {mean} --image-std {std}",
+    ]
+
+
+def mean_and_std(images: np.ndarray) -> tuple[float, float]:
+    """Return the mean and the standard deviation of all pixels (uint8), as shares of 255."""
+    counts = np.bincount(images.reshape(-1), minlength=256)
+    levels = np.arange(256) / 255
+    mean = np.average(levels, weights=counts)
+    return float(mean), math.sqrt(np.average((levels - mean) ** 2, weights=counts))
+
+
+def _write_class_folders(listings: Mapping[str, Listing], out: Path) -> None:
+    """Write each listing's images to OUT/train and OUT/val; UserError if OUT is there already."""
+    if out.exists():
+        raise UserError(f"{out}: is there already; name a new folder, or remove this one")
+    unfinished = out.with_name(f"{out.name}{UNFINISHED}")
+    with system_errors(out, *UNWRITABLE):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for part, listing in listings.items():
+            for name in listing.classes:
+                (unfinished / part / name).mkdir(parents=True)
+            bar = tqdm(listing.paths.tolist(), part, unit="image", disable=None)
+            for index, path in enumerate(bar):
+                (unfinished / part / os.fsdecode(path)).write_bytes(listing.read(index))
+        os.sync()  # the images must be on the disk before the final name
+        unfinished.rename(out)
+
+
 # -- Shards ----------------------------------------------------------------------------------------
 
-IMAGES_PER_SHARD = 10_000  # ImageNet: 129 shards of about 1 GB
 # What the index holds beside names and labels: one array for shards, and three for images.
 MEASURED = {"shard_bytes": "int64", "offsets": "int64", "sizes": "int64", "checksums": "uint32"}
 NUM_READING_THREADS, IMAGES_AHEAD = 8, 64
@@ -244,11 +320,17 @@ def make_shards(
         cache_dir: Folder in which the listing of the images is cached.
         images_per_shard: Images in each shard but the last one of train and of val.
     """
-    if images_per_shard < 1:
-        raise UserError(f"--images-per-shard {images_per_shard}: must be at least 1")
     cache = Path(home_path("--cache-dir", cache_dir))
     listings = {part: list_images(folder / part, cache) for part in ("train", "val")}
     check_train_and_val(listings["train"], listings["val"])
+    return write_shards(listings, shards, images_per_shard)
+
+
+def write_shards(listings: Mapping[str, Listing], shards: Path, images_per_shard: int) -> list[str]:
+    """Write the shards of the listings `train` and `val`, and return a line about each. UserError
+    if `shards` holds those of other images, or cannot be written."""
+    if images_per_shard < 1:
+        raise UserError(f"--images-per-shard {images_per_shard}: must be at least 1")
     lines = []
     with system_errors(shards, *UNWRITABLE):
         shards.mkdir(parents=True, exist_ok=True)
@@ -428,6 +510,7 @@ def check_images(
 COMMANDS: dict[str, Callable[..., Any]] = {
     "unpack": unpack,
     "sort-val": sort_val,
+    "idx": convert_idx,
     "shards": make_shards,
     "check": check_images,
 }

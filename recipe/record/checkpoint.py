@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -30,11 +30,14 @@ from recipe.ranks import Ranks
 from recipe.record.folder import one_sentence
 from recipe.record.formats import SAFETENSORS, format_of
 from recipe.settings.config import Config
+from recipe.settings.flags import spelled, written
 from recipe.training.model import last_layer, without_auxiliary_heads
 from recipe.training.state import Progress, Trainables, copy_buffers
 
 FORMAT = 1
 EXPORTED = {"arch", "step", "weights"}  # metadata of `recipe.record.export`, beside the classes
+# The settings with which pixels are normalised, which whoever uses the weights must know.
+NORMALISATION = ("image_mean", "image_std")
 WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
@@ -272,6 +275,8 @@ def load_weights(model: nn.Module, config: Config, data: Data) -> None:
         raise UserError(f"{name}: {problem}, or train a new last layer with --new-head")
     elif not is_own:
         _warn_of_text_order(name, data)
+    if is_own:
+        _warn_of_other_pixels(name, contents.get("config", {}), config)
     otherwise = "" if config.new_head else ", or replace the last layer with --new-head"
     load_state(model, state, name, otherwise)
     _say_which(contents, name)
@@ -304,6 +309,19 @@ def _warn_of_text_order(name: str, data: Data) -> None:
             "program with the order of numbers, give the folders leading zeros (00, 01, 02).",
             flush=True,
         )
+
+
+def _warn_of_other_pixels(name: str, trained: Mapping[str, Any], config: Config) -> None:
+    """Warn if the weights `name` were trained on images that were normalised in another way;
+    `trained` has the settings of that training, as far as they are known."""
+    for setting in NORMALISATION:
+        then, now = tuple(trained.get(setting, ())), getattr(config, setting)
+        if then not in ((), now):
+            print(
+                f"warning: {name}: was trained with {spelled(setting)} {written(then)}, and this "
+                f"run has {written(now)}",
+                flush=True,
+            )
 
 
 def _say_which(contents: Any, name: str) -> None:
@@ -412,9 +430,10 @@ def _read_safetensors(content: bytes, name: str) -> Any:
         if not EXPORTED.issubset(metadata):
             return state
         classes = json.loads(metadata.get("classes", "[]"))
+        config = {name: json.loads(metadata.get(name, "[]")) for name in NORMALISATION}
     except (SafetensorError, ValueError) as error:
         raise UserError(f"{name}: is damaged ({first_line(error)}); fetch it again") from None
-    return {"format": FORMAT, "model": state, "classes": classes}
+    return {"format": FORMAT, "model": state, "classes": classes, "config": config}
 
 
 def load_state(

@@ -136,8 +136,8 @@ IDENTITY = {  # the fields of a data set's identity, as messages call them
     "num_val": "validation images",
     "order_sha256": "numpy's order of images",
     "sha256": "names, labels and classes of the images",
-    "train_contents_sha256": "contents of the training shards",
-    "val_contents_sha256": "contents of the validation shards",
+    "train_contents_sha256": "contents of the training images",
+    "val_contents_sha256": "contents of the validation images",
 }
 
 

@@ -20,6 +20,7 @@ from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     FORMAT,
+    NORMALISATION,
     checkpoints_in,
     first_line,
     load_state,
@@ -35,7 +36,7 @@ from recipe.record.folder import new_folder, one_sentence, records
 from recipe.record.formats import format_of
 from recipe.record.kept_state import KeptState
 from recipe.settings.config import Config
-from recipe.settings.flags import FLAGS, names_of, spelled
+from recipe.settings.flags import FLAGS, names_of, spelled, written
 from recipe.training.state import Progress, Trainables, round_weights
 from recipe.watch import expect_delay
 from recipe.world import World
@@ -350,8 +351,8 @@ def _progress_in(checkpoint: dict[str, Any]) -> Progress:
 
 
 # Settings that a run must share with the run from which it resumes. (The weights do not show
-# whether a network uses --blur-pool.)
-SAME_WEIGHTS = ("arch", "blur_pool")
+# whether a network uses --blur-pool, nor how its images were normalised.)
+SAME_WEIGHTS = ("arch", "small_stem", "blur_pool", *NORMALISATION)
 SAME_TRAINING = ("optimizer", "seed", "model_ema", "augment_repeats")
 
 
@@ -370,8 +371,8 @@ def _misfits(
     misfits: list[tuple[Any, str]] = [
         (
             then != now,
-            f"was trained with {spelled(name)} {then}, but this run has {now}; give the same "
-            "value, or start from the weights alone with --weights",
+            f"was trained with {spelled(name)} {written(then)}, but this run has {written(now)}; "
+            "give the same value, or start from the weights alone with --weights",
         )
         for name, (then, now) in pairs.items()
     ]

@@ -18,14 +18,16 @@ from tyro.conf import arg
 
 from recipe.errors import UserError, fail, near_match, refuse
 from recipe.marks import marks
-from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, given_flags, spelled
+from recipe.settings.flags import FLAGS, SECTIONS, Config, Need, given_flags, spelled, written
 from recipe.settings.other_trainers import in_our_words, is_others, with_open_numbers
 from recipe.settings.presets import PRESETS, preset, table
 from recipe.world import World
 
 PATHS = ("data", "train_dir", "val_dir", "cache_dir", "log_dir", "weights", "resume")
-PRESET_OF_OTHER_IMAGES = "goyal-90"  # than the embedded digits
-NOT_FOLDERS = ("digits", "synthetic", "")  # values of --data that name no folder; "": not given
+# The presets of the data sets that --data knows by name, and the one of all other images.
+PRESET_OF_DATA = {"digits": "digits", "fashion-mnist": "fashion-quick"}
+PRESET_OF_OTHER_IMAGES = "goyal-90"
+NOT_FOLDERS = (*PRESET_OF_DATA, "synthetic", "")  # values of --data that name no folder; "": none
 
 
 def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Config:
@@ -77,15 +79,18 @@ def read_flags(
 def _chosen_preset(given: Mapping[str, str | None]) -> Config:
     name = given.get("preset")
     if name is None:  # --help shows ImageNet's
-        name = "digits" if are_digits(given) and "help" not in given else PRESET_OF_OTHER_IMAGES
+        name = PRESET_OF_OTHER_IMAGES if "help" in given else default_preset(given)
     if name not in PRESETS:
         raise UserError(f"--preset {name}: there is no such preset; {near_match(name, PRESETS)}")
     return preset(name)
 
 
-def are_digits(given: Mapping[str, str | None]) -> bool:
-    """Return whether the given flags select the embedded digits, as they do by default."""
-    return given.get("data") in (None, "digits") and given.get("train_dir") is None
+def default_preset(given: Mapping[str, str | None]) -> str:
+    """Return the preset whose defaults apply if none is named: that of the images which the given
+    flags select, by default the embedded digits."""
+    data = given.get("data") or Config.data
+    is_named = given.get("train_dir") is None
+    return PRESET_OF_DATA.get(data, PRESET_OF_OTHER_IMAGES) if is_named else PRESET_OF_OTHER_IMAGES
 
 
 def _parse_flags(
@@ -211,7 +216,7 @@ def check(config: Config, engine: str, world_size: int) -> None:
     """Raise UserError for values that are invalid or do not fit together."""
     refuse(
         *(
-            (not flag.bound.holds(value), f"{spelled(name)} {value}: {flag.bound.advice}")
+            (not flag.bound.holds(value), f"{spelled(name)} {written(value)}: {flag.bound.advice}")
             for name, flag in FLAGS.items()
             if flag.bound and (value := getattr(config, name)) is not None
         )
@@ -246,6 +251,11 @@ def _mistakes(config: Config) -> Mistakes:
             not 0 < low <= high <= 1,
             f"--random-crop-scale {low} {high}: give shares of the area with 0 < smallest <= "
             "largest <= 1",
+        ),
+        (
+            (config.random_crop_padding or 0) >= config.train_crop_size,
+            f"--random-crop-padding {config.random_crop_padding}: crops of --train-crop-size "
+            f"{config.train_crop_size} could miss the image; give fewer pixels",
         ),
         (
             config.val_crop_size > config.val_resize_size,
@@ -288,6 +298,11 @@ def _mistakes_of_the_start(config: Config) -> Mistakes:
         ),
         (config.resume == "auto" and not config.name, "--resume auto: needs the run's --name"),
         (
+            config.pretrained and config.small_stem,
+            "--small-stem: torchvision's weights are for a ResNet's first convolution of 7x7; "
+            "leave out --small-stem or --pretrained",
+        ),
+        (
             config.pretrained and config.weights,
             f"--weights {config.weights}: --pretrained names other weights; give one of the two",
         ),
@@ -312,13 +327,14 @@ def _mistakes_of_the_start(config: Config) -> Mistakes:
 def _mistakes_of_the_recipe(config: Config) -> Mistakes:
     warmup = config.batch_size_warmup_epochs
     turns = (config.warmup_epochs, *config.lr_restart_epochs, config.epochs)
-    first_size = config.first_crop_size
+    first_size, padding = config.first_crop_size, config.random_crop_padding
     begin, end = config.resize_epochs or (0, 0)
     mixing = {"--mixup-alpha": config.mixup_alpha, "--cutmix-alpha": config.cutmix_alpha}
     not_by_dali = {
         "--auto-augment": config.auto_augment,
         "--random-erase": config.random_erase,
         "--first-crop-size": config.first_crop_size,
+        "--random-crop-padding": padding is not None,
     }
     mistakes: Mistakes = [
         (
@@ -336,6 +352,16 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             config.drop_path and not config.arch.startswith("timm:"),
             f"--drop-path {config.drop_path}: torchvision's {config.arch} has no setting for "
             "stochastic depth; use one of timm's networks, such as --arch timm:resnet50",
+        ),
+        (
+            config.small_stem and not is_resnet(config.arch),
+            f"--small-stem: belongs to torchvision's ResNets, and --arch {config.arch} is none; "
+            "leave it out, or use a network such as resnet18",
+        ),
+        (
+            first_size is not None and padding is not None,
+            f"--first-crop-size {first_size}: cannot be combined with --random-crop-padding, "
+            "which resizes nothing; leave one of the two out",
         ),
         (
             first_size is not None and first_size > config.train_crop_size,
@@ -440,7 +466,13 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
         reasons = [unmet[need] for need in flag.needs if unmet[need]]
         if reasons and getattr(config, name) != getattr(base, name):
             lines.append(f"{spelled(name)} has no effect: {reasons[0]}")
+    is_as_imagenet = (config.image_mean, config.image_std) == (Config.image_mean, Config.image_std)
     mistakes: Mistakes = [
+        (
+            config.pretrained and not is_as_imagenet,
+            "--image-mean and --image-std differ from those of the images that torchvision's "
+            "weights (--pretrained) were trained on",
+        ),
         (
             engine == "horovod" and config.channels_last and config.batch_norm == "sync",
             "--channels-last gains little: Horovod's SyncBatchNorm turns its images back to NCHW",
@@ -488,6 +520,10 @@ def _unmet_needs(config: Config, engine: str, world_size: int) -> dict[Need, str
         "falling schedule": (config.lr_scheduler != "step", schedule),
         "warm-up": (config.warmup_epochs, "--warmup-epochs is 0"),
         "residual blocks": (is_resnet(config.arch), f"--arch {config.arch} has no such blocks"),
+        "resized crops": (
+            config.random_crop_padding is None,
+            "--random-crop-padding cuts out without resizing",
+        ),
         "progressive resizing": (config.first_crop_size, "--first-crop-size is not given"),
         "new weights": (not (config.pretrained or config.weights), "the weights are loaded"),
         "Horovod's sum": (

@@ -53,6 +53,13 @@ SHARE = Bound(lambda v: 0 <= v <= 1, "is a share or probability; give a number f
 SHARE_ABOVE_0 = Bound(lambda v: 0 < v <= 1, "is a share; give a number above 0 and up to 1")
 NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "give a number that is not negative")
 ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a number above 0")
+SHARES = Bound(
+    lambda v: all(0 <= share <= 1 for share in v), "are shares of full brightness; give 0 to 1"
+)
+SHARES_ABOVE_0 = Bound(
+    lambda v: all(0 < share <= 1 for share in v),
+    "are shares of full brightness; give numbers above 0 and up to 1",
+)
 PERCENTAGE = Bound(lambda v: 1 < v <= 100, "is a percentage; 75 percent is written 75")
 LOSS_SCALE = Bound(
     lambda v: v == "dynamic" or 0 < v < math.inf, 'give "dynamic" or a number above 0'
@@ -77,7 +84,7 @@ Scope = Literal[
 Need = Literal[
     "images", "training", "workers", "checkpoints", "synthetic data", "--data", "model EMA",
     "step schedule", "cosine schedule", "falling schedule", "warm-up", "residual blocks",
-    "new weights", "progressive resizing", "Horovod's sum", "ddp", "horovod",
+    "new weights", "resized crops", "progressive resizing", "Horovod's sum", "ddp", "horovod",
     "fp16 weights", "momentum", "betas", "LARS", "BCE",
 ]  # fmt: skip
 
@@ -126,10 +133,11 @@ class DataFlags:
     """Where the images come from, and how their pixels are processed."""
 
     data: str = place("digits", needs="--data", decides=(*DATA, *STEPS, *WEIGHTS), help=
-        "`digits`: 1,797 handwritten digits, which are built in. `synthetic`: random pixels, to "
-        "measure speed (evaluated only with --evaluate or --desired-acc). Or a folder that holds "
-        "train/ and val/, in ImageNet's layout or as shards (python -m recipe.data.prepare "
-        "shards).")
+        "`digits`: 1,797 handwritten digits, which are built in. `fashion-mnist`: 70,000 grey "
+        "images of clothes, from Debian's package dataset-fashion-mnist. `synthetic`: random "
+        "pixels, to measure speed (evaluated only with --evaluate or --desired-acc). Or a folder "
+        "that holds train/ and val/, in ImageNet's layout or as shards (python -m "
+        "recipe.data.prepare shards).")
     train_dir: str | None = place(None, decides=(*DATA, *STEPS, *WEIGHTS), help=
         "Folder of training images: one sub-folder per class, or shards. Overrides --data.")
     val_dir: str | None = place(None, decides="num_val_images", help=
@@ -158,8 +166,20 @@ class DataFlags:
     val_crop_size: int = work(224, at_least(1), help="Side length of validation images, pixels.")
     interpolation: Literal["bilinear", "bicubic", "nearest"] = work("bilinear", needs="images",
         help="How images are resized.")
-    random_crop_scale: tuple[float, float] = work((0.08, 1.0), needs="images", help=
+    image_mean: tuple[float, float, float] = work((0.485, 0.456, 0.406), SHARES, help=
+        "Means of red, green and blue over the training images, as shares of full brightness: "
+        "subtracted from each pixel. Default: ImageNet's. Grey images need three equal numbers.")
+    image_std: tuple[float, float, float] = work((0.229, 0.224, 0.225), SHARES_ABOVE_0, help=
+        "Standard deviations of red, green and blue over the training images, by which pixels are "
+        "then divided. Default: ImageNet's.")
+    random_crop_scale: tuple[float, float] = work((0.08, 1.0), needs=("images", "resized crops"),
+        help=
         "Smallest and largest share of the image's area that a random crop takes.")
+    random_crop_padding: int | None = work(None, at_least(0), needs=("images", "training"), help=
+        "Crop training images without resizing them: add this many black pixels on each side, and "
+        "cut a random square of --train-crop-size out (4 is usual for images of 32 pixels: He et "
+        "al. 2015, arXiv 1512.03385, section 4.2). Default: cut out and resize a random part of "
+        "--random-crop-scale.")
     hflip_prob: float = work(0.5, SHARE, needs="images", help="Probability of a horizontal flip.")
     auto_augment: str | None = work(None, AUTO_AUGMENT, aliases="--aa", needs="images", help=
         "Automatic augmentation: torchvision's `ra` (RandAugment), `ta_wide` (TrivialAugment), "
@@ -216,6 +236,10 @@ class ModelFlags:
     batch_norm_momentum: float | None = work(None, SHARE_ABOVE_0, help=
         "Weight of each new batch in BatchNorm's running statistics. Default: the network's own, "
         "mostly 0.1, which takes about fifty steps to forget the initial values.")
+    small_stem: bool = work(False, decides=WEIGHTS, help=
+        "For images of about 32 pixels: begin a ResNet with a 3x3 convolution of stride 1 and no "
+        "max-pooling (He et al. 2015, arXiv 1512.03385, section 4.2), instead of a 7x7 "
+        "convolution and max-pooling, both of stride 2.")
     zero_init_residual: bool = work(False, needs=("residual blocks", "new weights"), help=
         "Start with every residual block as the identity: initialise the scale of its last "
         "BatchNorm to 0 (ResNet, ResNeXt and Wide ResNet).")
@@ -499,6 +523,11 @@ def names_of(*scopes: Scope) -> list[str]:
 def spelled(name: str) -> str:
     """Return the command-line flag of a field of Config."""
     return "--" + name.replace("_", "-")
+
+
+def written(value: Any) -> str:
+    """Return a flag's value as it stands on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _flag_names() -> dict[str, bool]:

@@ -112,17 +112,31 @@ def check_arch(arch: str) -> None:
 
 def _new_network(config: Config, num_classes: int) -> nn.Module:
     settings = _settings(config)
-    if config.arch == RESNET10:
-        return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=num_classes, **settings)
     if not config.arch.startswith("timm:"):
-        return torchvision.models.get_model(
-            config.arch, weights=None, num_classes=num_classes, **settings
+        model: nn.Module = (
+            ResNet(BasicBlock, [1, 1, 1, 1], num_classes=num_classes, **settings)
+            if config.arch == RESNET10
+            else torchvision.models.get_model(
+                config.arch, weights=None, num_classes=num_classes, **settings
+            )
         )
+        if config.small_stem:
+            make_stem_small(model)
+        return model
     import timm
 
     if config.drop_path:
         settings["drop_path_rate"] = config.drop_path
     return timm.create_model(config.arch.removeprefix("timm:"), num_classes=num_classes, **settings)
+
+
+def make_stem_small(model: Any) -> None:
+    """Have a ResNet keep the size of its images up to its first stage: replace its first
+    convolution by one of 3x3 and stride 1, initialised as torchvision does, and leave out its
+    max-pooling. (He et al. 2015, arXiv 1512.03385, section 4.2.)"""
+    model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
 
 
 def _load_published(
