@@ -52,7 +52,8 @@ if device == "cuda":
     gpus = torch.cuda.device_count()
     torch.cuda.set_device(hvd.local_rank() % gpus)
     if gpus < hvd.size():
-        os.environ.update(NCCL_HOSTID=str(hvd.rank()), NCCL_NET="Socket")
+        of_rank = {"NCCL_HOSTID": str(hvd.rank()), "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0"}
+        os.environ.update(of_rank)
 total = hvd.allreduce(torch.full((100_000,), hvd.rank() + 1.0, device=device), op=hvd.Sum)
 assert torch.all(total == sum(range(1, hvd.size() + 1))), total
 transport = "NCCL" if device == "cuda" else "MPI" if hvd.mpi_enabled() else "Gloo"
@@ -411,15 +412,18 @@ def check(facts: dict[str, Any], places: dict[str, Any]) -> None:
             mpirun += ["--oversubscribe", "--bind-to", "none"]
         check_launch("mpirun", "MPI", mpirun, 2)
     if facts["gpu"] and (gpus := places["torch"].cuda.device_count()):
-        ranks = 2 if gpus > 1 or may_be_shared() else 1
-        launcher = [*HOROVODRUN, "-np", str(ranks), "--gloo"]
-        check_launch("horovodrun --gloo with NCCL", "NCCL", launcher, ranks)
+        check_nccl(min(2, gpus))
+        if gpus == 1:  # which two ranks may share; trainings do so only with --share-gpu
+            try:
+                check_nccl(2)
+            except BuildError as error:
+                print(f"  warning   two ranks cannot share this GPU: {error}", flush=True)
 
 
-def may_be_shared() -> bool:
-    """Return whether the GPU admits two processes, by its compute mode."""
-    asked = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
-    return "Exclusive" not in output_of(asked)
+def check_nccl(ranks: int) -> None:
+    """Raise BuildError unless so many ranks sum over NCCL."""
+    launcher = [*HOROVODRUN, "-np", str(ranks), "--gloo"]
+    check_launch("horovodrun --gloo with NCCL", "NCCL", launcher, ranks)
 
 
 def check_launch(name: str, transport: str, launcher: list[str], ranks: int) -> None:

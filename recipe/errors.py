@@ -172,8 +172,9 @@ def limit_reached(error: BaseException) -> str:
             )
     if OF_TAKEN_GPU in text:
         return (
-            f"{OF_TAKEN_GPU}: another process uses this GPU, whose compute mode admits only one; "
-            "end that process, or, as root: nvidia-smi --compute-mode 0"
+            f"{OF_TAKEN_GPU}: probably another process uses this GPU, and its compute mode admits "
+            "only one (nvidia-smi -q -d COMPUTE shows it); end that process, or, as root: "
+            "nvidia-smi --compute-mode 0"
         )
     if isinstance(error, MemoryError) or re.search(OF_MEMORY, text):
         return _out_of_memory(text)

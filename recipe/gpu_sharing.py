@@ -23,21 +23,25 @@ def let_nccl_share(world: World) -> None:
     NCCL refuses two ranks of a host on one GPU, and tells hosts apart by their IDs. So each rank
     gets an ID of its own, and ranks exchange messages through sockets, as between hosts. Launchers
     pass their environment on, and a value from there would be the same on all ranks: it is
-    replaced. With NCCL_MULTI_RANK_GPU_ENABLE=1, NCCL shares a GPU by itself, and ranks exchange
-    messages through its memory; NVLink SHARP (NVLS) serves no two ranks of a GPU.
+    replaced. Between hosts NCCL would also look for NVLink (MNNVL), which ranks of one GPU lack.
+    With NCCL_MULTI_RANK_GPU_ENABLE=1, NCCL shares a GPU by itself, and ranks exchange messages
+    through its memory; NVLink SHARP (NVLS) serves no two ranks of a GPU.
     """
-    if os.environ.get(MULTI_RANK, "0") != "0":
+    chosen = os.environ.get(MULTI_RANK) or "0"
+    if chosen not in ("0", "1"):
+        raise UserError(f"{MULTI_RANK}={chosen}: must be 0 or 1")
+    if chosen == "1":
         if too_old := [version for version in nccl_versions() if version < MULTI_RANK_SINCE]:
             raise UserError(
-                f"{MULTI_RANK}={os.environ[MULTI_RANK]}: needs NCCL "
-                f"{version_text(MULTI_RANK_SINCE)} or newer, and this process has loaded "
-                f"{version_text(too_old[0])}; unset it: the ranks then exchange messages through "
-                "sockets"
+                f"{MULTI_RANK}=1: needs NCCL {version_text(MULTI_RANK_SINCE)} or newer, and this "
+                f"process has loaded {version_text(too_old[0])}; unset it: the ranks then exchange "
+                "messages through sockets"
             )
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         return
     os.environ["NCCL_HOSTID"] = f"{world.host}/{world.rank}"
     os.environ["NCCL_NET"] = "Socket"
+    os.environ["NCCL_MNNVL_ENABLE"] = "0"
     if world.local_size == world.size:
         os.environ["NCCL_SOCKET_IFNAME"] = "=lo"  # "=": no other interface whose name begins so
 
@@ -60,7 +64,10 @@ def ranks_per_gpu(gpus: Sequence[str], hosts: Sequence[str], may_share: bool) ->
             "check correctness, not speed"
         )
     if may_share and len(gpus) > 1 and not second:
-        raise UserError("--share-gpu: each rank has a GPU of its own; leave it out")
+        raise UserError(
+            "--share-gpu: each rank has a GPU of its own; leave it out, or let the ranks of a host "
+            "share one by CUDA_VISIBLE_DEVICES=0"
+        )
     return max(users.values()) if second else None
 
 

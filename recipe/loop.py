@@ -211,7 +211,7 @@ def _begin(rung: Rung, hooks: Hooks) -> Session:
     session = Session(rung.name, config, rung.ranks, reader, share, rung, lr_scale)
     rung.progress = session.progress
     rung.distribute()
-    if not config.share_gpu:
+    if not session.meter.shares_gpu:
         session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
     session.open_record(rung.transport or rendezvous.transport_of(device))
     return session

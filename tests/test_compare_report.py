@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,6 +24,7 @@ from compare.evidence.goals import Goal
 from compare.evidence.paired import Estimate
 from compare.evidence.record import read_comparison
 from compare.evidence.rows import speed_rows, training_rows
+from compare.evidence.stopping import reason_to_end
 from compare.page.chart import INK, Plot
 from compare.page.formats import as_page
 from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
@@ -343,7 +345,7 @@ def test_where_ranks_share_a_gpu_each_form_says_so_first_and_no_speed_is_judged(
     assert f'<p class="take alarm">{SHARED}' in page
     assert report.main([str(square), "--check", "--no-html"]) == 3
     told = capsys.readouterr().out.splitlines()[-1]
-    assert told.startswith(f"Gate: not judged: {square.name}: {SHARED[:-1]}")
+    assert re.match(r"Gate: not judged: .*: goal ddp-mpi / \S+ ≥ 1\.010: .*ranks share a GPU", told)
     value = json.loads(written([str(square), "--json"], capsys))
     assert value["headline"][0] == SHARED and value["next_step"] == ""
     assert {verdict["speed"] for verdict in value["verdicts"]} == {None}
@@ -351,6 +353,17 @@ def test_where_ranks_share_a_gpu_each_form_says_so_first_and_no_speed_is_judged(
     edit(other / "plan.json", created_utc="2026-11-22T12:00:00+00:00")
     both = written([str(square), str(other), "--no-html"], capsys)
     assert both.startswith(f"A: {SHARED}\n\nB: {SHARED}\n") and "Over occasions" not in both
+
+
+def test_where_ranks_share_a_gpu_unequal_weights_are_in_the_headline(square):
+    share_gpu(square)
+    lines = lines_of(square)
+    [one] = [line for line in lines if line.get("place") == "block-1/ddp-mpi-2"]
+    one["summary"]["weights_sha256"] = "0" * 64
+    write_lines(square, lines)
+    caution, *others = Report(read_comparison(square)).headline
+    told = "At 2 workers the final weights of DDP over MPI and DDP over Gloo are not bit-equal"
+    assert caution == SHARED and any(sentence.startswith(told) for sentence in others), others
 
 
 def test_a_comparison_of_ranks_that_share_a_gpu_needs_no_second_block(square):
@@ -361,6 +374,22 @@ def test_a_comparison_of_ranks_that_share_a_gpu_needs_no_second_block(square):
     assert not read_comparison(square).unfinished
     edit(square / "plan.json", blocks=7)
     assert read_comparison(square).unfinished
+
+
+def test_ranks_that_share_a_gpu_do_not_keep_the_others_measuring():
+    """One block of them is enough; the time of a single worker ends as it does alone."""
+    plan = a_plan(measure="turns", blocks=None, rounds=4, minutes=15.0)
+
+    def group(**own: Any) -> SimpleNamespace:
+        nothing = {"estimates": {}, "disturbed_seconds": 0.0, "block_seconds": 20.0, "case": ""}
+        return SimpleNamespace(**nothing, **own)
+
+    sharing = group(num_blocks=1, ranks_per_gpu=2, seconds=30.0)
+    for seconds, ends in ((100.0, False), (16 * 60.0, True)):
+        alone = group(num_blocks=int(seconds / 20), ranks_per_gpu=None, seconds=seconds)
+        ratios = (0.9, 1.1) * (alone.num_blocks // 2)
+        alone.estimates = {("ddp-torchrun", "horovod-mpi"): Estimate(1.0, 0.5, 2.0, ratios)}
+        assert bool(reason_to_end(plan, [alone, sharing])) == ends
 
 
 def test_ranks_that_share_a_gpu_are_not_compared_with_ranks_that_do_not(folder, capsys):

@@ -22,7 +22,10 @@ from recipe.record.schema import Energy
 from recipe.training.state import Progress
 from recipe.world import LAUNCHERS, read_world
 
-NCCL_SETS = ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE")
+NCCL_SETS = (
+    "NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_MNNVL_ENABLE", "NCCL_NVLS_ENABLE",
+)  # fmt: skip
+BY_SOCKETS = {"NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0"}
 SHARES = a_config(cuda=True, share_gpu=True)
 CUDA = torch.device("cuda", 0)
 
@@ -54,14 +57,14 @@ def test_each_rank_is_a_host_of_its_own(launcher: str, monkeypatch: pytest.Monke
         assert choose_device(SHARES, world) == CUDA
         told.append(told_to_nccl())
     assert [one.pop("NCCL_HOSTID").rpartition("/")[2] for one in told] == ["0", "1"]
-    assert told == [{"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}] * 2
+    assert told == [BY_SOCKETS | {"NCCL_SOCKET_IFNAME": "=lo"}] * 2
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_hosts_keep_their_network() -> None:
     """Two hosts of two ranks do not meet on the loopback interface."""
     choose_device(SHARES, a_world(3, 4, local_rank=1, local_size=2, host="b"))
-    assert told_to_nccl() == {"NCCL_HOSTID": "b/3", "NCCL_NET": "Socket"}
+    assert told_to_nccl() == BY_SOCKETS | {"NCCL_HOSTID": "b/3"}
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -84,9 +87,14 @@ def test_nccl_s_own_way_needs_a_new_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gpu_sharing, "nccl_versions", lambda: [(2, 30, 0), (2, 31, 1)])
     choose_device(SHARES, a_world(0, 2))
     assert told_to_nccl() == {"NCCL_NVLS_ENABLE": "0"}
-    monkeypatch.setenv(MULTI_RANK, "0")
-    choose_device(SHARES, a_world(0, 2))
-    assert "NCCL_HOSTID" in told_to_nccl()
+    monkeypatch.setenv(MULTI_RANK, "true")  # which NCCL would take as 0
+    with pytest.raises(UserError, match=f"^{MULTI_RANK}=true: must be 0 or 1$"):
+        choose_device(SHARES, a_world(0, 2))
+    for off in ("0", ""):
+        monkeypatch.setenv(MULTI_RANK, off)
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        choose_device(SHARES, a_world(0, 2))
+        assert "NCCL_HOSTID" in told_to_nccl()
 
 
 def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(
@@ -147,7 +155,7 @@ def test_real_launchers(launcher: str, tmp_path: Path) -> None:
         ("aba", True, 2, ""),
         ("aaa", True, 3, ""),
         ("a", True, None, ""),  # alone, as the smallest of several numbers of workers
-        ("abc", True, None, "^--share-gpu: each rank has a GPU of its own; leave it out"),
+        ("abc", True, None, "^--share-gpu: each rank has a GPU of its own; leave it out, or"),
     ],
 )
 def test_which_ranks_share(uuids: str, may_share: bool, most: int | None, told: str) -> None:
@@ -197,21 +205,23 @@ def test_a_gpu_that_admits_one_process_is_one_sentence() -> None:
         "CUDA kernel errors might be asynchronously reported at some other API call"
     )
     told = limit_reached(RuntimeError(text))
-    assert told.startswith("CUDA-capable device(s) is/are busy or unavailable: another process")
+    assert told.startswith("CUDA-capable device(s) is/are busy or unavailable: probably another")
     assert told.endswith("as root: nvidia-smi --compute-mode 0") and "\n" not in told
 
 
-@pytest.mark.parametrize("share_gpu", [False, True])
+@pytest.mark.parametrize(("share_gpu", "workers"), [(False, 2), (True, 2), (True, 1)])
 def test_energy_of_a_shared_gpu_is_no_rank_s(
-    share_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    share_gpu: bool, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_nvml(monkeypatch, fake_nvml(), "01234567-89ab-cdef-0123-456789abcdef")
     monkeypatch.setattr("recipe.record.meter.StepClock", lambda device: SimpleNamespace(lap=None))
     config = a_config(share_gpu=share_gpu)
-    meter = StepMeter(config, a_world(1, 2), CUDA, SimpleNamespace(), Progress()).energy
+    world = a_world(workers - 1, workers)
+    meter = StepMeter(config, world, CUDA, SimpleNamespace(), Progress()).energy
     meter.start()
     meter.stop()
     summary = energy_summary([meter.use()], images=10)
     of_gpu = (summary.gpu_joules_per_image, summary.gpu_watts, summary.gpu_utilization_percent)
-    assert (of_gpu == (None, None, None)) == share_gpu
-    assert share_gpu == (summary == Energy(cpu_joules_per_image=summary.cpu_joules_per_image))
+    is_shared = share_gpu and workers > 1
+    assert (of_gpu == (None, None, None)) == is_shared
+    assert is_shared == (summary == Energy(cpu_joules_per_image=summary.cpu_joules_per_image))

@@ -196,14 +196,14 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
     """Return why the measurement ends; empty if another block follows."""
     if not plan.pairs() and plan.blocks is None:
         return "there is nothing to compare: one configuration only"
-    blocks = min(group.num_blocks for group in groups)
-    if not blocks:
+    if not all(group.num_blocks for group in groups):
         return ""
-    if plan.blocks is None and all(group.ranks_per_gpu for group in groups):
+    judged = [group for group in groups if not group.ranks_per_gpu]
+    if plan.blocks is None and not judged:
         return "ranks share a GPU, so more blocks would decide nothing"
     return reason_to_stop(
         estimates_of(groups),
-        blocks,
+        min(group.num_blocks for group in judged or groups),
         sum(group.seconds for group in groups),
         sum(least_seconds(plan, group) for group in next_groups(plan, groups)),
         plan,

@@ -202,5 +202,7 @@ def as_json(record: Record) -> dict[str, Any]:
     return {
         "head": record.head,
         "blocks": min(group.num_blocks for group in record.groups),
+        # Several: their times mean nothing.
+        "ranks_per_gpu": max(group.ranks_per_gpu or 1 for group in record.groups),
         "figures": [asdict(figure) for figure in figures_of(record)],
     }

@@ -160,6 +160,7 @@ def commands(record: Record) -> list[tuple[str, str]]:
 RUN_FIGURES = {
     "transport": "summary.transport", "arch": "config.arch",
     "batch_size_per_worker": "config.batch_size", "precision": "config.precision",
+    "ranks_per_gpu": "environment.ranks_per_gpu",
     "images_per_second": "summary.images_per_second",
     "cpu_seconds_per_image": "summary.cpu_seconds_per_image",
     "train_seconds": "summary.train_seconds", "total_seconds": "summary.total_seconds",

@@ -40,8 +40,6 @@ def reasons_of(report: Report, result: str) -> list[str]:
     record, goals = report.record, report.goals
     if record.problem:
         return [record.problem] if result == NOT_JUDGED else []
-    if report.caution and result == NOT_JUDGED:
-        return [report.caution.removesuffix(".")]
     if not goals and result == NOT_JUDGED:
         none = "its plan has no goals; give run.py --goals FIRST:SECOND=RATIO"
         return ["a null test has no goals" if record.plan.null else none]

@@ -36,7 +36,7 @@ from compare.evidence.words import (
 )
 from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
 from compare.page.labels import labels_of
-from compare.page.sentences import correction_text, interval_text
+from compare.page.sentences import claim, correction_text, interval_text, said
 from compare.plan.configurations import ENGINES, PEERS
 from compare.plan.environment import ROOT, path_from_here
 from compare.plan.plan import percentage
@@ -196,8 +196,23 @@ class Report:
         if self.record.problem:
             return ["Nothing is decided: part of the record cannot be read."]
         if all(group.ranks_per_gpu for group in self.record.groups):
-            return [self.caution, *filter(None, [self.equal_weights])]
+            return [self.caution, *filter(None, [self.equal_weights]), *self.unequal]
         return [*filter(None, [self.caution]), *headline(self.verdicts, self.goals)]
+
+    @property
+    def unequal(self) -> list[str]:
+        """Which pairs' weights, or more than the plan varies, are not equal, in a sentence each."""
+        return [
+            said(
+                pair,
+                claim(pair)
+                if pair.differences
+                else f"the final weights of {pair.first_label} and {pair.second_label} are not "
+                "bit-equal in each block",
+            )
+            for pair in self.verdicts
+            if pair.differences or not all(pair.equal_weights)
+        ]
 
     @property
     def next_step(self) -> tuple[str, str]:

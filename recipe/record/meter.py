@@ -144,7 +144,8 @@ class StepMeter:
         self.train_input, self.val_input = train_input or InputMeter(), InputMeter()
         self.replaced: dict[int, str] = {}  # why images were bad, by index, on any rank
         # Its counters cover whole GPUs: each of the ranks that share one would count all of it.
-        self.energy = EnergyMeter([] if config.share_gpu else [device], world.local_rank)
+        self.shares_gpu = config.share_gpu and world.size > 1
+        self.energy = EnergyMeter([] if self.shares_gpu else [device], world.local_rank)
         self.step_seconds = 0.0  # of this session's steps, without evaluations and checkpoints
         self.warm_up_seconds = self.wall_seconds = 0.0
         self.wall_images = 0
