@@ -34,7 +34,7 @@ bench: setup  ## measure how fast all this is, against its goals (ARGS="--only c
 bench-gpu: setup  ## the same on this machine's GPU
 	$(IN_VENV) python benchmarks/run.py --gpu $(ARGS)
 
-gpu-check: setup  ## five to ten minutes on a GPU, and one file to send back (ARGS=--dry: on the CPU; see docs/gpu.md)
+gpu-check: setup  ## ten to fifteen minutes on a GPU, and one file to send back (ARGS=--dry: on the CPU; see docs/gpu.md)
 	$(IN_VENV) python -m pytest tests -m gpu --junitxml runs/gpu-check-$$(date -u +%Y%m%d-%H%M%S).xml $(ARGS)
 
 doctor: setup  ## say what this machine can run (ARGS="--hosts a:4,b:4": those hosts)

@@ -1,4 +1,4 @@
-"""What ten minutes on a machine with one or two GPUs can show: `make gpu-check`, docs/gpu.md.
+"""What fifteen minutes on a machine with one or two GPUs can show: `make gpu-check`, docs/gpu.md.
 
 With --dry each test runs on the CPU, small. A skipped test names what it lacks. The report
 (--junitxml) has figures and versions.
@@ -16,19 +16,32 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+import elastic
 import needs
 import pytest
 import torch
-from launching import ROOT, TRAINERS, read_json, run
+from launching import (
+    ROOT,
+    TRAINERS,
+    losses,
+    read_json,
+    resumed_at,
+    run,
+    wait_until,
+    words_of,
+)
+from test_elastic import kill_ranks_of_torchrun, ranks_below
 
 from benchmarks.programs.trainer import RANDOM_IMAGES
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Plan, Run
 from compare.running import checks
 from compare.running.scheduler import Scheduler
+from recipe.gpu_sharing import nccl_versions
 from tools.make_jpegs import JPEGS, jpegs_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.launch, pytest.mark.full]
+needs_horovod = pytest.mark.skipif(not checks.has_horovod(), reason=needs.HOROVOD)
 Note = Callable[..., None]
 WORK = "--arch resnet50 --channels-last --epochs 1000"
 SMALL = (
@@ -76,9 +89,14 @@ def note(record_property: Any) -> Note:
 
 
 @pytest.fixture
-def two_gpus(dry: bool) -> None:
-    if not dry and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs that torch sees")
+def device_of(dry: bool) -> Callable[..., str]:
+    """device_of(ranks): the flag with which so many ranks train here, sharing GPUs if they must."""
+
+    def flag(ranks: int = 2) -> str:
+        shared = "--share-gpu" if torch.cuda.device_count() < ranks else ""
+        return "--no-cuda" if dry else shared
+
+    return flag
 
 
 class Trained(NamedTuple):
@@ -180,31 +198,134 @@ def test_determinism(precision: str, train: Callable[..., Trained]) -> None:
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
 
 
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("norm", ["local", "sync"])
-def test_two_workers(norm: str, dry: bool, tmp_path: Path) -> None:
-    """Both engines are equal within 1e-5, with each worker's own BatchNorm and with sync
-    BatchNorm, and NCCL carries the gradients."""
-    if not checks.has_horovod():
-        pytest.skip(needs.HOROVOD)
-    words = f"--workers 2 --steps 3 --relative 1e-5 --out {tmp_path} -- --data digits --threads 1 "
-    words += f"--batch-norm {norm} {'--no-cuda' if dry else '--deterministic'}"
+BITS = "--deterministic --max-steps 20"
+OF_CPUS = "needs a GPU: for CPUs there is tests/test_same_training.py"
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    ("flags", "launcher", "of_horovod"),
+    [
+        ("", "mpirun", ""),
+        ("", "horovodrun --gloo", ""),
+        ("", "mpirun", "--num-groups 2"),
+        ("", "mpirun", "--gradient-predivide-factor 1"),
+        ("--precision bf16 --channels-last", "mpirun", ""),
+        ("--fp16-allreduce", "mpirun", ""),
+    ],
+)
+def test_equal_weights(
+    flags: str,
+    launcher: str,
+    of_horovod: str,
+    dry: bool,
+    device_of: Callable[..., str],
+    trained: Callable[..., Path],
+) -> None:
+    """Two workers of each engine end with the same bits, and NCCL has carried the gradients."""
+    if dry and (flags or launcher != "mpirun"):
+        pytest.skip(OF_CPUS)
+    words = f"{BITS} {flags} {device_of()}"
+    folders = [
+        trained("torchrun", "ddp", words),
+        trained(launcher, "horovod", f"{words} {of_horovod}"),
+    ]
+    weights = [read_json(folder / "summary.json")["weights_sha256"] for folder in folders]
+    assert weights[0] == weights[1]
+    for folder in folders:
+        environment = read_json(folder / "environment.json")
+        assert dry or environment["transport"] == "NCCL"
+        assert environment["ranks_per_gpu"] == (2 if "share" in device_of() else None)
+
+
+@needs_horovod
+@pytest.mark.parametrize(("workers", "norm"), [(2, "local"), (2, "sync"), (4, "local")])
+def test_parity(
+    workers: int, norm: str, dry: bool, device_of: Callable[..., str], tmp_path: Path
+) -> None:
+    """Both engines are equal within 1e-5 step by step, with each worker's own BatchNorm and with
+    sync BatchNorm, and NCCL carries the gradients."""
+    if dry and (workers, norm) == (2, "local"):
+        pytest.skip(OF_CPUS)
+    words = f"--workers {workers} --steps 3 --relative 1e-5 --out {tmp_path} -- --data digits "
+    words += f"--threads 1 --batch-norm {norm} --deterministic {device_of(workers)}"
     run([sys.executable, "compare/parity.py", *words.split()]).checked()
     transports = {read_json(path)["transport"] for path in tmp_path.glob("**/summary.json")}
     assert transports and (dry or transports == {"NCCL"})
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_all_reduce(dry: bool, tmp_path: Path, note: Note) -> None:
-    """Sums are right, and NCCL names the transport that it takes, as in P2P/CUMEM."""
-    sizes = "4K 1M --no-cuda" if dry else "4K 16M 256M"
-    words = "--workers 2 --blocks 1 --model none --wires fp32 --backends torch.distributed --out "
-    words += f"{tmp_path} --json {tmp_path}/figures.json --sizes {sizes}"
-    run([sys.executable, "compare/collectives.py", *words.split()], NCCL_DEBUG="INFO").checked()
-    [log] = tmp_path.rglob("torch.distributed/0/output.log")
-    via = Counter(re.findall(r" via (\S+)", log.read_text(errors="replace")))
-    note(measured=read_json(tmp_path / "figures.json"), nccl_via=dict(via))
-    assert dry or via, "NCCL names no transport"
+@needs_horovod
+def test_adasum(dry: bool, device_of: Callable[..., str], trained: Callable[..., Path]) -> None:
+    """It trains, and the ranks end with the same weights, or there would be no summary."""
+    if dry:
+        pytest.skip(OF_CPUS)
+    folder = trained("mpirun", "horovod", f"--use-adasum --arch resnet18 {device_of()}")
+    of_steps = losses(folder)
+    assert fmean(of_steps[-5:]) < 0.7 * fmean(of_steps[:5])
+    assert read_json(folder / "summary.json")["transport"] == "NCCL"
+
+
+@pytest.mark.parametrize("way", ["sockets", "memory"])
+def test_all_reduce(
+    way: str, dry: bool, device_of: Callable[..., str], tmp_path: Path, note: Note
+) -> None:
+    """Sums are right, and NCCL names the transport that it takes, as in P2P/CUMEM: between GPUs its
+    own choice; between ranks of one GPU sockets, and, since NCCL 2.30, the GPU's memory."""
+    if way == "memory" and (device_of() != "--share-gpu" or min(nccl_versions()) < (2, 30)):
+        pytest.skip("needs one GPU and NCCL 2.30, by which ranks share it")
+    backends = ["torch.distributed", *["horovod-mpi"] * checks.has_horovod()]
+    sizes = "4K 1M" if dry else "4K 16M 256M"
+    words = f"--workers 2 --blocks 1 --model none --wires fp32 --out {tmp_path} {device_of()} "
+    words += f"--json {tmp_path}/figures.json --sizes {sizes} --backends"
+    ways = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if way == "memory" else {}
+    command = [sys.executable, "compare/collectives.py", *words.split(), *backends]
+    run(command, NCCL_DEBUG="INFO", **ways).checked()
+    via = {
+        log.parts[-3]: Counter(re.findall(r" via (\S+)", log.read_text(errors="replace")))
+        for log in tmp_path.rglob("0/output.log")
+    }
+    note(measured=read_json(tmp_path / "figures.json"), nccl_via=via)
+    assert via.keys() == {*backends} and (dry or all(via.values())), "NCCL names no transport"
+
+
+def kill_of_torchrun(launcher: subprocess.Popen[bytes], folder: Path) -> None:
+    kill_ranks_of_torchrun(1, folder)(launcher)
+
+
+def kill_of_horovod(launcher: subprocess.Popen[bytes], folder: Path) -> None:
+    wait_until(lambda: len(elastic.steps_in(folder)) > 3)
+    ranks_below(launcher)[1].kill()
+
+
+@needs_horovod
+@pytest.mark.parametrize("kill", [kill_of_torchrun, kill_of_horovod])
+def test_killed_rank(
+    kill: Callable[..., None], dry: bool, device_of: Callable[..., str], tmp_path: Path, note: Note
+) -> None:
+    """kill -9 of a rank: all go on, on GPUs from a checkpoint, and end when they are asked to."""
+    folder, flags = tmp_path / "run", f"--checkpoint-steps 2 --log-interval 1 {device_of()}"
+    folder.mkdir()
+    elastic.write_slots(folder, "localhost:2")
+    words = elastic.command(folder, flags)
+    if kill is kill_of_torchrun:
+        own = words_of("torchrun --max-restarts", TRAINERS["ddp"])
+        words = [*own, *words[words.index(TRAINERS["horovod"]) + 1 :]]
+
+    def is_back() -> bool:
+        resumes = resumed_at(folder)
+        return bool(resumes) and elastic.steps_in(folder)[-1]["step"] > resumes[-1]
+
+    def happen(launcher: subprocess.Popen[bytes]) -> None:
+        kill(launcher, folder)
+        killed = time.monotonic()
+        wait_until(is_back)
+        note(back_after_seconds=time.monotonic() - killed)
+        (folder / "stop").touch()
+
+    run(words, meanwhile=happen).checked()
+    [resumed] = resumed_at(folder)
+    note(resumed_at=resumed)
+    assert dry or resumed % 2 == 0, "only CPUs keep the last step"
 
 
 def test_stopped_neighbour(dry: bool, tmp_path: Path, note: Note) -> None:
