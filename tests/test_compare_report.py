@@ -591,10 +591,10 @@ def test_the_headline_tells_a_goal_in_place_of_its_pair(folder):
     assert headline([verdict], [reached]) == [
         "Goal ddp-torchrun / horovod-mpi ≥ 1.200: reached, 1.250 (1.000 to 1.562)."
     ]
-    assert headline([], [reached] * 7 + [goal])[0] == "8 goals: 7 reached, 1 not shown."
+    assert headline([], [reached] * 7 + [goal])[0] == "8 goals: 7 reached, 1 undecided."
     beside = replace(goal, least=0.9, family=3)  # its interval says more than its verdict
     assert headline([], [beside]) == [
-        "Goal ddp-torchrun / horovod-mpi ≥ 0.900: not shown, 1.250 (1.000 to 1.562), before the "
+        "Goal ddp-torchrun / horovod-mpi ≥ 0.900: undecided, 1.250 (1.000 to 1.562), before the "
         "correction for 3 goals."
     ]
 

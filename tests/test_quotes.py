@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from compare.evidence.goals import AT_GOAL, MISSED, OPEN, REACHED, Goal
+from compare.evidence.goals import AT_GOAL, MISSED, REACHED, UNDECIDED, Goal
 from compare.evidence.judgement import holm
 from compare.evidence.occasions import RECORDED_SPREAD, pool
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
@@ -208,7 +208,7 @@ def verdict_of(limit: str, least: float, low: float, high: float) -> str:
     if high < least:
         return MISSED
     tolerated = Goal(question="", name="", least=least, unit="" if least < 100 else "images/s")
-    return AT_GOAL if low >= tolerated.tolerated else OPEN
+    return AT_GOAL if low >= tolerated.tolerated else UNDECIDED
 
 
 @pytest.mark.parametrize("page", ["docs/performance.md", "docs/gpu.md"])

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compare.evidence.goals import OPEN, Goal
+from compare.evidence.goals import UNDECIDED, Goal
 from compare.evidence.paired import (
     HALF_WIDTHS_OF_80_PERCENT,
     MIN_BLOCKS,
@@ -36,8 +36,8 @@ def is_open(finding: Verdict | Goal) -> bool:
         return False
     if isinstance(finding, Verdict) and finding.delay is not None and finding.speed.low:
         low, high = finding.speed.low, finding.speed.high or math.inf
-        return finding.decision == "undecided" and low <= 1 + finding.delay <= high
-    return finding.decision in ("undecided", OPEN)
+        return finding.decision == UNDECIDED and low <= 1 + finding.delay <= high
+    return finding.decision == UNDECIDED
 
 
 def extension_of(record: Record, findings: Sequence[Verdict | Goal]) -> Extension | None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from compare.evidence.judgement import Finding, find, holm, judged_together
 from compare.evidence.record import Record
 
-REACHED, AT_GOAL, MISSED, OPEN = "reached", "at the goal", "not reached", "not shown"
-# What the goals of one or of several comparisons say together, for who lets a change pass or not.
-PASSED, FAILED, UNDECIDED, NOT_JUDGED = "passed", "failed", "undecided", "not judged"
+REACHED, AT_GOAL, MISSED, UNDECIDED = "reached", "at the goal", "not reached", "undecided"
+# What the goals of one or of several comparisons say together, for who lets a change pass or not;
+# or they are UNDECIDED.
+PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
 # An interval that contains its goal is also a result, AT_GOAL, if its lower end is at most this
 # share below the goal: it could take hours to show on which side the truth lies, and no choice
 # would depend on it. For a ratio the tolerance is at most half the goal's distance from 1. That
@@ -27,7 +28,7 @@ class Goal(Finding):
     name: str  # first:second, or one side
     least: float  # the value to reach, as in the plan
     unit: str = ""  # "" for a ratio
-    decision: str = OPEN  # see `decided`
+    decision: str = UNDECIDED  # see `decided`
 
     @property
     def tolerated(self) -> float:
@@ -65,7 +66,7 @@ def decided(goals: Sequence[Goal]) -> list[Goal]:
     near = holm({i: speed.p_below(goals[i].tolerated) for i, speed in judged.items()}, error / 2)
     with_decisions = []
     for index, goal in enumerate(goals):
-        decision = AT_GOAL if index in near else OPEN
+        decision = AT_GOAL if index in near else UNDECIDED
         if index in beside and judged[index].ratio > goal.least:
             decision = REACHED
         elif index in beside:
@@ -84,4 +85,4 @@ def gate_result(comparisons: Sequence[Sequence[Goal]]) -> str:
         return FAILED
     if not all(comparisons) or not all(goal.is_judged for goal in goals):
         return NOT_JUDGED
-    return UNDECIDED if OPEN in decisions else PASSED
+    return UNDECIDED if UNDECIDED in decisions else PASSED

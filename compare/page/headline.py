@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compare.evidence.goals import OPEN, Goal
+from compare.evidence.goals import Goal
 from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, place_text, ratio_text
@@ -138,6 +138,6 @@ def goal_clause(goal: Goal, is_placed: bool) -> str:
     if speed is not None and speed.low and speed.high:
         figures = [goal_figure(goal, value) for value in (speed.ratio, speed.low, speed.high)]
         found = ", {} ({} to {})".format(*figures)
-        if kind(goal) == OPEN and (speed.low >= goal.tolerated or speed.high < goal.least):
+        if kind(goal) == UNDECIDED and (speed.low >= goal.tolerated or speed.high < goal.least):
             found += corrected("goal", goal.family)
     return f"goal {sides} ≥ {goal_figure(goal, goal.least)}{place}: {goal_verdict(goal)}{found}"
