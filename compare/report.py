@@ -71,12 +71,12 @@ def report(
         ),
     )
     form = printed[0] if printed else "text"
-    from compare.evidence.goals import UNDECIDED
+    remarks = sys.stdout if form == "text" else sys.stderr
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.record import find_comparisons, read_comparison
     from compare.page import formats
     from compare.page.chart import standalone
-    from compare.page.gate import EXIT_CODES, gate_of
+    from compare.page.gate import end_of_check, gate_of
     from compare.page.plots import draw_plots
     from compare.page.report import Report
 
@@ -95,17 +95,15 @@ def report(
         with system_errors(path, "cannot be written", ELSEWHERE):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, text)
-        print(f"written: {path}\n", file=sys.stdout if form == "text" else sys.stderr)
+        print(f"written: {path}\n", file=remarks)
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)
     print(text, end="" if text.endswith("\n") else "\n")
     if not check:
         return 0
-    gate = gate_of(reports)
-    passes = undecided_passes and gate.result == UNDECIDED
-    remark = " It may pass: --undecided-passes." if passes else ""
-    print(f"{gate.sentence}{remark}", file=sys.stdout if form == "text" else sys.stderr)
-    return 0 if passes else EXIT_CODES[gate.result]
+    exit_code, line = end_of_check(gate_of(reports), undecided_passes)
+    print(line, file=remarks)
+    return exit_code
 
 
 def run_report(words: list[str], name: str, error_code: int) -> int:

@@ -249,7 +249,8 @@ def test_two_scripts_are_compared_and_reported(compare_scripts, tmp_path, capsys
     for format_ in ("--csv", "--json", "--markdown"):
         assert report.main(["out", format_]) == 0
     steps = capsys.readouterr().out.split("How to reproduce")[-1]
-    assert "python TOOL/compare/run.py plan.json" in steps and "make setup" not in steps
+    assert "python TOOL/compare/run.py plan.json --out runs/again" in steps
+    assert "python TOOL/compare/report.py runs/again" in steps and "make setup" not in steps
     assert compare_scripts(quick, slow, blocks=3)[0] == 0  # there is nothing left to measure
     path = tmp_path / "out/record.jsonl"
     text = path.read_text()

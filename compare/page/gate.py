@@ -35,6 +35,13 @@ def gate_of(reports: Sequence[Report]) -> Gate:
     return Gate(result, f"Gate: {result}: {'; '.join(texts).removesuffix('.')}.")
 
 
+def end_of_check(gate: Gate, undecided_passes: bool) -> tuple[int, str]:
+    """Return the exit code and the last line of `report.py --check`."""
+    if undecided_passes and gate.result == UNDECIDED:
+        return 0, f"{gate.sentence} It may pass: --undecided-passes."
+    return EXIT_CODES[gate.result], gate.sentence
+
+
 def reasons_of(report: Report, result: str) -> list[str]:
     """Return what in a report has the gate end with this result."""
     record, goals = report.record, report.goals

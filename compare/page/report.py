@@ -329,7 +329,7 @@ class Report:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in inherited.items()]
         entries = [f'  "{key}": {json.dumps(value)}' for key, value in plan_table(plan).items()]
         written = ["cat > plan.json << 'END'", "{", *",\n".join(entries).split("\n"), "}", "END"]
-        commands = ["run.py plan.json", "report.py"]
+        commands = ["run.py plan.json --out runs/again", "report.py runs/again"]
         return [*lines, *written, *(f"python {tool}compare/{words}" for words in commands)]
 
     @property
