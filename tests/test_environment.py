@@ -246,6 +246,9 @@ def test_variables_that_steer_an_engine() -> None:
 def test_programs_that_tell_their_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = git_commit()
     assert commit is None or re.fullmatch(r"[\w.-]{7,}\+?", commit)
+    with monkeypatch.context() as hook:  # of another repository
+        hook.setenv("GIT_DIR", str(tmp_path))
+        assert git_commit() == commit
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_commit() is None and first_line_of("mpirun", "--version") is None
     write_program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.8'\necho more\n")

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -332,5 +333,8 @@ def first_line_of(*command: str) -> str | None:
 
 def git_commit() -> str | None:
     """Return the checkout's commit, with a + if files were changed since; None outside one."""
-    here = str(Path(__file__).parent)
-    return first_line_of("git", "-C", here, "describe", "--always", "--abbrev=12", "--dirty=+")
+    here = shlex.quote(str(Path(__file__).parent))
+    # In a git hook variables name the hook's repository. (GIT_CONFIG_... are the user's settings.)
+    no_hook = "unset $(git rev-parse --local-env-vars | grep -v CONFIG)"
+    ask = f"git -C {here} describe --always --abbrev=12 --dirty=+"
+    return first_line_of("sh", "-c", f"{no_hook}; {ask}")
