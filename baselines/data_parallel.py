@@ -30,6 +30,7 @@ class OneProcess(Rung):
     """One process for all GPUs that are visible."""
 
     name, launcher, has_group = "data_parallel", "none", False
+    lacks = ("compile",)  # the copies on other GPUs would run the compiled network of the first
 
     def distribute(self) -> None:
         """Split each batch over the GPUs; on a CPU there is nothing to split."""

@@ -38,6 +38,7 @@ from recipe.record.checkpoint import load_weights
 from recipe.record.fingerprint import check_same_training, comparison_keys
 from recipe.session import Session, share_host
 from recipe.training.batch_norm import replace_batch_norm
+from recipe.training.compilation import compile_network
 from recipe.training.metrics import batch_sums
 from recipe.training.model import autocast, build_criterion, build_ema, build_model, build_optimizer
 from recipe.training.model import build_scaler, seed_step, update_ema
@@ -79,6 +80,8 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     model.to(device)
     if config.batch_norm == "sync" and world.size > 1:
         model = replace_batch_norm(model, nn.SyncBatchNorm, ranks.sum)
+    if config.compile:
+        compile_network(model, world.size)
     scaler = build_scaler(config, device)
     # Each worker adds its batch to the global one: the linear scaling rule.
     lr_scale = config.batches_per_allreduce * world.size

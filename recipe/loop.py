@@ -27,6 +27,7 @@ from recipe.session import Session, share_host
 from recipe.settings.config import Config
 from recipe.settings.flags import spelled
 from recipe.start import Hooks
+from recipe.training.compilation import compile_network
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import (
     Criterion,
@@ -200,6 +201,8 @@ def _begin(rung: Rung, hooks: Hooks) -> Session:
     if world.is_first:
         load_weights(model, config, data)
     rung.model = model.to(device)
+    if config.compile:
+        compile_network(model, world.size)
     if config.weights is not None or config.pretrained:
         for values in model.state_dict().values():
             values.copy_(rung.ranks.from_first(values.clone()))

@@ -210,7 +210,6 @@ def test_folders(line: str, train_dir: str | None, val_dir: str | None) -> None:
         ({"val_dir": "/v", "evaluate": True, "weights": "f"}, "--train-dir is missing"),
         ({"opt_level": "O3", "model_ema": True}, "use --precision O2"),
         ({"opt_level": "O3", "optimizer": "adamw"}, "use --precision O2"),
-        ({"opt_level": "O2", "compile": True}, "--precision fp16 or bf16"),
         ({"betas": (0.9, 1.0)}, "from 0 to below 1"),
         ({"optimizer": "apex-lamb", "wd": 0.0}, "--wd 0: with --optimizer apex-lamb only weights"),
         ({"trust_coefficient": 0.0}, "above 0"),

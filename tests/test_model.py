@@ -2,9 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partialmethod
 from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torchvision
 from making import CPU, TinyNet, a_config, a_world, in_ranks
 from needs import needs_timm
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from recipe.data.batches import open_data
 from recipe.data.loading import to_device
@@ -425,68 +422,6 @@ def test_seed_of_a_step() -> None:
     assert draw(0, 0) == first
     torch.manual_seed(0xC2CC515E)  # what "42 0 0" gives for ever
     assert torch.rand(()).item() == first
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_ddp_compiles_the_graphs_that_horovod_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
-
-    def count(graph: Any, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=count))
-    counts = []
-    for wrap in (
-        lambda model: model,
-        lambda model: DistributedDataParallel(model, bucket_cap_mb=4),
-    ):
-        torch._dynamo.reset()
-        network = wrap(build_model(a_config(arch="resnet18", compile=True), 10, download=False))
-        graphs.clear()
-        for _ in range(2):  # DDP settles its buckets in the first step
-            network(torch.rand(2, 3, 32, 32)).sum().backward()
-        counts.append(len(graphs))
-    assert counts[0] == counts[1] > 0
-    sizes = [n.meta["example_value"] for g in graphs for n in g.graph.find_nodes(op="placeholder")]
-    assert sizes and not any(isinstance(size, torch.SymInt) for size in sizes), "symbolic sizes"
-
-
-def test_stages_are_compiled_and_the_checkpoint_does_not_show_it() -> None:
-    plain = build_model(a_config(arch="resnet18"), 10, download=False)
-    compiled = build_model(a_config(arch="resnet18", compile=True), 10, download=False)
-    names = [n for n, module in compiled.named_modules() if module._compiled_call_impl is not None]
-    assert names == ["layer1", "layer2", "layer3", "layer4"]
-    config = a_config(arch="convnext_tiny", compile=True, train_crop_size=32, val_crop_size=32)
-    nested = build_model(config, 10, download=False)
-    names = [n for n, module in nested.named_modules() if module._compiled_call_impl is not None]
-    assert names == [*(f"features.{stage}" for stage in range(8)), "classifier"]
-    assert list(compiled.state_dict()) == list(plain.state_dict())
-    assert not any(module._compiled_call_impl for module in plain.modules())
-
-
-def test_batches_that_grow_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond torch's limit of versions the rest of a training would not be compiled."""
-    eager = partialmethod(nn.Module.compile, backend="eager")
-    monkeypatch.setattr(nn.Module, "compile", eager)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    torch._dynamo.reset()
-    model = build_model(a_config(arch="resnet10", compile=True), 10, download=False)
-    for size in (4, 8, 12):
-        model.train()
-        model(torch.randn(size, 3, 32, 32)).sum().backward()
-        model.eval()
-        with torch.no_grad():
-            for last in (6, 3):
-                model(torch.randn(last, 3, 32, 32))
 
 
 def test_steps_that_loss_scaling_leaves_out_leave_nothing_behind() -> None:

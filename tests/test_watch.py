@@ -308,7 +308,6 @@ def test_a_rank_that_its_watcher_asks_ends_when_a_batch_begins(
         # So that other ranks wait for a slow disk here, and not several batches later.
         (Session.keep_checkpoint, "finish_checkpoint()", "align_batch_norm("),
         (load_on_all_ranks, "expect_delay()", "content.write("),
-        (evaluate, "if config.compile", "network(images)"),
         (StepProfiler._start, "expect_delay()", "profile.start()"),
         (StepProfiler._stop, "expect_delay()", "profile.stop()"),
     ],

@@ -397,11 +397,6 @@ def _mistakes_of_the_precision(config: Config) -> Mistakes:
             "by the mean of squared gradients, which fp16 rounds to 0; use --precision O2",
         ),
         (
-            config.precision == "O2" and config.compile,
-            "--compile: cannot be combined with --precision O2, whose fp16 copy of the network "
-            "would not be compiled; use --precision fp16 or bf16",
-        ),
-        (
             config.precision == "O3" and config.model_ema,
             "--model-ema: cannot be combined with --precision O3: rounded to fp16, a moving "
             "average would not change; use --precision O2",

@@ -358,8 +358,8 @@ class SpeedFlags:
     channels_last: bool = work(False, help=
         "Use NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md).")
     compile: bool = work(False, help=
-        "Compile the network's stages with torch.compile, for GPUs. This takes half a minute or "
-        "more at the start; on CPUs it makes training slower (docs/performance.md).")
+        "Compile the network with torch.compile, for GPUs (docs/gpu.md). This takes half a minute "
+        "or more at the start, and again for each other size of images.")
     wire_format: Literal[WireFormat, "auto"] = work("fp32", needs=("workers", "training"), help=
         "Number format in which gradients are sent. auto: measure both before training, at each "
         "start, and use the faster one.")

@@ -69,8 +69,6 @@ def evaluate(
     expect_delay()
     for batch in batches:
         heartbeat()
-        if config.compile:  # for a short last batch, stages are compiled again: minutes
-            expect_delay()
         images, targets = to_device(batch, config, device)
         with autocast(config, device):
             outputs = network(images)

@@ -86,8 +86,6 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
         make_half(model, config)
     if config.channels_last:
         give_gradients_their_layout(model)
-    if config.compile:
-        compile_stages(model)
     return model
 
 
@@ -186,42 +184,6 @@ def give_gradients_their_layout(model: nn.Module) -> None:
         if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
             strides = torch.empty_like(weight, memory_format=torch.channels_last).stride()
             weight.data = weight.data.as_strided(weight.shape, strides)
-
-
-def stages_of(model: nn.Module) -> list[nn.Module]:
-    """Return the children of a network, such as a ResNet's four stages. If a single Sequential
-    holds all stages or blocks, its children replace it."""
-    children = list(model.children())
-    holders = [
-        child
-        for child in children
-        if isinstance(child, nn.Sequential) and any(any(part.children()) for part in child)
-    ]
-    return [
-        stage
-        for child in children
-        for stage in (child.children() if holders == [child] else [child])
-    ]
-
-
-def compile_stages(model: nn.Module) -> None:
-    """Compile each stage that has sub-modules by torch.compile, separately.
-
-    If the whole network were compiled, its backward pass would return all gradients at its end, and
-    none of their exchange could overlap with it. If each block were, the host would take longer to
-    launch ResNet-50's sixteen blocks than an H200 takes to compute a batch of 256.
-    """
-    stages = [stage for stage in stages_of(model) if any(stage.children())]
-    # With DDP torch would split each stage where a bucket ends; with Horovod it does not.
-    torch._dynamo.config.optimize_ddp = False
-    # Every stage counts as a recompilation of the same code: for training, for evaluation, and in
-    # both for each size of batches and images.
-    most = max(8, 16 * len(stages))
-    torch._dynamo.config.recompile_limit = most
-    torch._dynamo.config.accumulated_recompile_limit = max(256, most)
-    for stage in stages:
-        # Otherwise torch takes another stage's shapes for varying sizes, and makes them symbolic.
-        stage.compile(dynamic=False)
 
 
 def _check_image_sizes(model: nn.Module, config: Config) -> None:

@@ -19,7 +19,7 @@ from recipe.data.loading import to_device
 from recipe.ranks import Ranks
 from recipe.settings.config import Config
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
-from recipe.training.model import autocast, compile_stages
+from recipe.training.model import autocast
 from recipe.watch import expect_delay, heartbeat
 
 LEAST_GAIN = 1.01  # speed ratio by which fp16 must beat fp32; less is within the timing error
@@ -87,10 +87,7 @@ def trial(
 ) -> Callable[[], None]:
     """Return a training step of a copy of the network, which exchanges gradients by `config`."""
     config = replace(config, batches_per_allreduce=1)  # accumulation does not affect the choice
-    replica = copy.deepcopy(model)
-    if config.compile:
-        compile_stages(replica)  # deepcopy does not copy compilation
-    network, optimizer = distribute(replica, config)
+    network, optimizer = distribute(copy.deepcopy(model), config)
     size = config.train_crop_size
     pixels = torch.randint(0, 256, (config.batch_size, 3, size, size), dtype=torch.uint8)
     batch = pixels, torch.zeros(config.batch_size, dtype=torch.int64)
