@@ -6,6 +6,9 @@
     python compare/report.py runs/compare-... --csv > runs.csv
     python compare/report.py BEFORE AFTER          several side by side, and what those that ask
                                                    the same on several occasions say together
+    python compare/report.py runs/compare-... --svg curves/    the plots as files, for a paper
+    python compare/report.py RUN [RUN...]          learning curves of trainings that no comparison
+                                                   made; those that differ only in seed as a band
     python compare/report.py runs/compare-... --check    a gate for CI: the exit code is 0 if each
                                                    goal is reached, 1 if one is missed, 2 if one is
                                                    undecided, 3 if it cannot be judged
@@ -14,9 +17,12 @@ Without one of the flags for formats it prints the table and writes report.html 
 Reads the record only: it needs neither torch nor Horovod, and no machine like the measured one.
 """
 
+import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # an environment may lack this project
 
@@ -46,11 +52,13 @@ def report(
     message.
 
     Args:
-        comparisons: Comparisons' folders (default: the newest one under runs/).
+        comparisons: Comparisons' folders (default: the newest one under runs/); or folders of
+            complete trainings, for their learning curves.
         markdown: Print table and verdicts as Markdown, for an issue or a pull request.
         csv: Print one line per run, columns named with their units.
         json: Print all of the report and every run's figures.
-        html: The page (default: report.html in the folder, for one comparison in no other form).
+        html: The page (default: report.html in the folder, for one comparison in no other form; of
+            trainings learning-curves.html in the folder that holds them).
         svg: Write every plot as a file into this folder.
         no_html: No page.
         check: End with exit code 0 if each goal is reached, 1 if one is missed, 2 if one is
@@ -58,18 +66,29 @@ def report(
             another form than text: on stderr).
         undecided_passes: With --check: 0 also if a goal is undecided.
     """
+    are_trainings = bool(comparisons) and all(map(is_training, comparisons))
     forms = {"markdown": markdown, "csv": csv, "json": json}
     printed = [form for form, is_asked_for in forms.items() if is_asked_for]
     refuse(
         (len(printed) > 1, f"--{' and --'.join(printed)}: ask for one at a time"),
         (html and no_html, "--html and --no-html exclude each other"),
         (html == Path(), "--html: name a file"),
-        (len(comparisons) > 1 and svg, "--svg: several comparisons have no plots"),
+        (
+            len(comparisons) > 1 and svg and not are_trainings,
+            "--svg: several comparisons have no plots",
+        ),
+        (
+            are_trainings and (printed or check),
+            f"{comparisons[0] if comparisons else ''} is a training, not a comparison: leave out "
+            "--csv, --json, --markdown and --check",
+        ),
         (
             undecided_passes and not check,
             f"--undecided-passes: says what {CHECK} lets pass; add it",
         ),
     )
+    if are_trainings:
+        return report_trainings(comparisons, html, svg, no_html)
     form = printed[0] if printed else "text"
     remarks = sys.stdout if form == "text" else sys.stderr
     from compare.evidence.occasions import refuse_copies
@@ -91,11 +110,7 @@ def report(
     if svg:
         plots = draw_plots(reports[0])
         files |= {svg / f"{plot.name}.svg": standalone(plot.svg) for plot in plots}
-    for path, text in files.items():
-        with system_errors(path, "cannot be written", ELSEWHERE):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, text)
-        print(f"written: {path}\n", file=remarks)
+    write_files(files, remarks)
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)
     print(text, end="" if text.endswith("\n") else "\n")
@@ -104,6 +119,42 @@ def report(
     exit_code, line = end_of_check(gate_of(reports), undecided_passes)
     print(line, file=remarks)
     return exit_code
+
+
+def is_training(folder: Path) -> bool:
+    """Return whether a folder is that of a training, not of a comparison."""
+    return (folder / "metrics.jsonl").exists()
+
+
+def report_trainings(
+    folders: tuple[Path, ...], html: Path | None, svg: Path | None, no_html: bool
+) -> int:
+    """Print the final accuracies of trainings, and draw their learning curves."""
+    from compare.page.chart import standalone
+    from compare.page.learning import learning_plots
+    from compare.page.trainings import read_trainings, trainings_page, trainings_text
+
+    trainings = read_trainings(folders)
+    if not (no_html or svg):
+        common = os.path.commonpath([folder.resolve().parent for folder in folders])
+        html = html or Path(common, "learning-curves.html")
+    files = {html: trainings_page(trainings)} if html else {}
+    if svg:
+        files |= {
+            svg / f"{plot.name}.svg": standalone(plot.svg) for plot in learning_plots(trainings)
+        }
+    write_files(files, sys.stdout)
+    print(trainings_text(trainings))
+    return 0
+
+
+def write_files(files: Mapping[Path, str], log: TextIO) -> None:
+    """Write files of the report, and say where they are."""
+    for path, text in files.items():
+        with system_errors(path, "cannot be written", ELSEWHERE):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, text)
+        print(f"written: {path}\n", file=log)
 
 
 def run_report(words: list[str], name: str, error_code: int) -> int:

@@ -290,9 +290,13 @@ def leave_out_missing(plan: Plan, options: SimpleNamespace) -> Plan:
         plan,
         configurations=there,
         judged_pairs=tuple(pair for pair in plan.judged_pairs if {*there} >= {*pair}),
-        goals={key: value for key, value in plan.goals.items() if {*there} >= {*key.split(":")}},
-        margins={
-            key: value for key, value in plan.margins.items() if {*there} >= {*key.split(":")}
+        **{
+            table: {
+                key: value
+                for key, value in getattr(plan, table).items()
+                if {*there} >= {*key.split(":")}
+            }
+            for table in ("goals", "top1_goals", "margins")
         },
         left_out=gone,
     )
@@ -362,7 +366,7 @@ def carry_out(plan: Plan, record: Record, argv: list[str]) -> int:
     print(f"record: {count(record.num_blocks, 'block')}, SHA-256 {record.head}")
     report = shlex.join(["python", path_from_here("compare/report.py"), str(record.folder)])
     print(f"report:\n    {report}")
-    if plan.goals:
+    if plan.goals or plan.top1_goals:
         print(f"whether the goals are reached, as an exit code:\n    {report} --check")
     return 1 if failed or not is_measured else 0
 
@@ -478,7 +482,7 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
     return SimpleNamespace(**options, arguments_after_dashes=trainer)
 
 
-NAMED = ("configuration", "case", "side", "goals", "margins")
+NAMED = ("configuration", "case", "side", "goals", "top1_goals", "margins")
 # What may stand before the command of a script, beside its variables.
 KEYS_OF_SCRIPTS = [field.name for field in fields(OwnScript) if field.type is str]
 
@@ -486,10 +490,10 @@ KEYS_OF_SCRIPTS = [field.name for field in fields(OwnScript) if field.type is st
 def parse_named_value(key: str, text: str) -> tuple[str, Any]:
     """Read what a flag says of a thing with a name: `NAME=BASE [VARIABLE=VALUE ...] [flags]`, a
     configuration; `NAME=[KEY=VALUE ...] [VARIABLE=VALUE ...] command`, a script of a user's own;
-    `NAME=flags`, a case; `FIRST:SECOND=RATIO`, a goal or a margin. UserError if it is wrong."""
+    `NAME=flags`, a case; `FIRST:SECOND=VALUE`, a goal or a margin. UserError if it is wrong."""
     if key == "goals":
         return parse_goal(text)
-    if key == "margins":
+    if key in ("margins", "top1_goals"):
         pair, _, value = text.rpartition("=")
         return pair, value
     name, sign, rest = text.partition("=")

@@ -189,6 +189,7 @@ def test_the_page_asks_nothing_of_the_outside_and_keeps_its_order(folder):
     assert re.findall(r"<h2>(.*?)</h2>", text) == [
         "Results",
         "Plots",
+        "Learning curves",
         "What was equal",
         "Commands",
         "Environment",
@@ -197,7 +198,7 @@ def test_the_page_asks_nothing_of_the_outside_and_keeps_its_order(folder):
     ]
     assert are_in_order(text, "times as fast as", "What was equal")
     plots = re.findall(r"<svg[^>]*>", text)
-    assert len(plots) == 5
+    assert len(plots) == 8
     assert all('role="img"' in plot and re.search('aria-label="[^"]{30}', plot) for plot in plots)
 
 
@@ -240,7 +241,7 @@ def test_markdown_fits_into_an_issue(folder, capsys):
     edit_fingerprint(folder / "block-2/horovod-mpi-2", "batch_norm", "a|b <i>c</i> *d*")
     text = written([str(folder), "--markdown"], capsys)
     tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
-    assert len(tables) == 4
+    assert len(tables) == 6
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
     for words in (
@@ -289,6 +290,9 @@ def test_plots_become_files_that_are_well_formed(folder, tmp_path, capsys):
         "drift",
         "step-breakdown",
         "time-to-accuracy",
+        "learning-top1",
+        "learning-top5",
+        "learning-loss",
     }
 
 

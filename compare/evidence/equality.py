@@ -19,6 +19,8 @@ START = {"engine", "launcher", "transport"}
 OF_LAUNCHER = {"launcher", "LD_LIBRARY_PATH"}
 FOLLOWS = {"engine": {"engine"}, "launcher": OF_LAUNCHER, "controller": OF_LAUNCHER}
 EQUAL_IN_SUMMARY = ("epochs", "steps", "samples_seen", "replaced_images")
+# With --desired-acc these say when the accuracy was reached: they are results, not conditions.
+ENDED_BY_ACCURACY = {"epochs", "steps", "samples_seen"}
 # Fields of environment.json that may differ. All others must be equal.
 NO_CONDITION = {"format", "version", "command", "started_utc", "git_commit", "gpu_clock_mhz"}
 CONDITIONS = [
@@ -158,6 +160,8 @@ def compare_facts(
     order = plan.names.index
     varied = {pair: varied_fields(plan, *pair) for pair in plan.pairs()}
     of_block = OF_BLOCK | MAY_CHANGE | (OF_JOB if plan.is_allocation else set())
+    is_ended = any(run.config.flags.get("desired_acc") for run in whole)
+    results = ENDED_BY_ACCURACY if is_ended else set()
     facts = []
     for is_of_sides, runs in ((False, whole), (True, sides)):
         in_order = sorted(runs, key=lambda run: (run.block, order(run.configuration)))
@@ -176,6 +180,6 @@ def compare_facts(
                     if name in of_run or name not in EQUAL_WHERE_USED
                 ),
             )
-            if name not in START or fact.is_confounder:
+            if name not in results and (name not in START or fact.is_confounder):
                 facts.append(fact)
     return facts

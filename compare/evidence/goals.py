@@ -1,10 +1,14 @@
-"""A plan's goals and their verdicts: the ratio of two sides' speeds, or a speed, and its goal."""
+"""A plan's goals and their verdicts: the ratio of two sides' speeds, or a speed, and its goal; the
+difference of two sides' final accuracies, and its goal."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from compare.evidence.accuracy import AccuracyVerdict, has_seeds, judge_accuracy
 from compare.evidence.judgement import Finding, find, holm, judged_together
+from compare.evidence.paired import CONFIDENCE
 from compare.evidence.record import Record
 
 REACHED, AT_GOAL, MISSED, UNDECIDED = "reached", "at the goal", "not reached", "undecided"
@@ -18,6 +22,14 @@ PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
 # gain at all, would be another answer. So a goal of 1, which allows no cost, has no tolerance. A
 # speed has no such reference value of 1.
 NEAR = 0.02
+POINTS = "points"  # the unit of a difference of top-1: percentage points
+
+
+class Found(NamedTuple):
+    """What was found of the sides of a goal, in the goal's unit."""
+
+    value: float
+    ends: tuple[float, float] | None  # of its interval; None: too few blocks, or an exact value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +40,32 @@ class Goal(Finding):
     name: str  # first:second, or one side
     least: float  # the value to reach, as in the plan
     unit: str = ""  # "" for a ratio
+    accuracy: AccuracyVerdict | None = None  # of a goal of accuracy; its unit is then POINTS
     decision: str = UNDECIDED  # see `decided`
 
     @property
+    def is_judged(self) -> bool:
+        if self.accuracy is None:
+            return super().is_judged
+        is_known = self.accuracy.is_exact and self.is_finished and self.accuracy.seeds > 0
+        return is_known or self.accuracy.is_judged
+
+    @property
+    def found(self) -> Found | None:
+        """The ratio, speed or difference of the sides; None if there is none."""
+        if self.accuracy is None:
+            return Found(self.speed.ratio, self.speed.ends) if self.speed else None
+        if self.accuracy.is_exact:
+            return Found(0.0, None)
+        points = self.accuracy.points
+        return Found(points.mean, points.ends) if points else None
+
+    @property
     def tolerated(self) -> float:
-        """The smallest value that still counts as being at the goal."""
+        """The smallest value that still counts as being at the goal. A difference of accuracies is
+        given in points, so its goal is itself the tolerance."""
+        if self.accuracy is not None:
+            return self.least
         allowed = math.inf if self.unit else abs(1 - self.least) / 2
         return self.least - min(NEAR * self.least, allowed)
 
@@ -54,7 +87,31 @@ def goals_of(record: Record) -> list[Goal]:
                     unit="" if second else f"{record.unit}/s",
                 )
             )
-    return decided(goals)
+    return [*decided(goals), *decided_by_accuracy(goals_of_accuracy(record))]
+
+
+def goals_of_accuracy(record: Record) -> list[Goal]:
+    """Return a comparison's goals of accuracy in each group."""
+    names = {name: name for name in record.configurations}
+    goals = []
+    for group in record.groups if has_seeds(record) else ():
+        for name, least in record.plan.top1_goals.items():
+            first, _, second = name.partition(":")
+            verdict = judge_accuracy(record, group, (first, second), names)
+            goals.append(
+                Goal(
+                    case=verdict.case,
+                    workers=verdict.workers,
+                    differences=verdict.differences,
+                    is_finished=verdict.is_finished,
+                    question=record.plan.question or record.folder.name,
+                    name=name,
+                    least=least,
+                    unit=POINTS,
+                    accuracy=verdict,
+                )
+            )
+    return goals
 
 
 def decided(goals: Sequence[Goal]) -> list[Goal]:
@@ -72,6 +129,26 @@ def decided(goals: Sequence[Goal]) -> list[Goal]:
         elif index in beside:
             decision = MISSED
         with_decisions.append(replace(goal, decision=decision, family=len(judged) or 1))
+    return with_decisions
+
+
+def decided_by_accuracy(goals: Sequence[Goal]) -> list[Goal]:
+    """Return the goals of accuracy with their decisions: in all together the probability of any
+    false "reached" or "not reached" is at most 1 - CONFIDENCE. A difference that is exactly 0 needs
+    no test."""
+    tested = {
+        index: goal.accuracy.points
+        for index, goal in enumerate(goals)
+        if goal.accuracy and goal.accuracy.is_judged and goal.accuracy.points
+    }
+    error = 1 - min((points.confidence for points in tested.values()), default=CONFIDENCE)
+    beside = holm({i: own.p_difference(goals[i].least) for i, own in tested.items()}, error)
+    with_decisions = []
+    for index, goal in enumerate(goals):
+        decision, found = UNDECIDED, goal.found
+        if found and (index in beside or (goal.is_judged and index not in tested)):
+            decision = REACHED if found.value >= goal.least else MISSED
+        with_decisions.append(replace(goal, decision=decision, family=len(tested) or 1))
     return with_decisions
 
 

@@ -67,6 +67,11 @@ class Estimate:
         return len(self.ratios)
 
     @property
+    def ends(self) -> tuple[float, float] | None:
+        """The ends of the interval; None without one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
     def block_error(self) -> float:
         """`error` as the blocks alone show it, with one degree of freedom less than blocks."""
         return float(np.std(np.log(self.ratios), ddof=1)) / math.sqrt(self.blocks)
@@ -119,10 +124,7 @@ class Estimate:
 
     def p_beyond(self, distance: float) -> float:
         """Return P(error of the logarithm > distance); one half without an interval."""
-        if self.low is None or distance == 0:
-            return 0.5
-        errors = distance / self.error if self.error else math.copysign(math.inf, distance)
-        return float(stdtr(self.degrees, -errors))
+        return 0.5 if self.low is None else p_error_beyond(distance, self.error, self.degrees)
 
 
 def estimate_ratio(
@@ -221,6 +223,15 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Di
         return Difference(center, None)
     error = float(np.std(values, ddof=1)) / math.sqrt(n)
     return Difference(center, student_quantile(confidence, n - 1) * error)
+
+
+def p_error_beyond(distance: float, error: float, degrees: float) -> float:
+    """Return P(error of an estimate > distance), by Student's distribution with this standard
+    error."""
+    if distance == 0:
+        return 0.5
+    errors = distance / error if error else math.copysign(math.inf, distance)
+    return float(stdtr(degrees, -errors))
 
 
 def student_quantile(confidence: float, degrees: float) -> float:

@@ -15,7 +15,7 @@ from compare.evidence.reading import (
 from compare.plan.configurations import ENGINES
 from compare.plan.plan import Outcome, Run
 from recipe.errors import UserError
-from recipe.record.schema import Environment, EvalLine, Settings
+from recipe.record.schema import Environment, EpochLine, EvalLine, MetricsLine, Settings
 
 MOST_LOAD = 0.1  # share of the cores that others may keep busy before a run's times are doubtful
 GRADIENTS = Path("profile/gradients-rank-0.json")  # which predictions read
@@ -40,8 +40,10 @@ class RunRecord(Outcome):
     config: Settings = field(init=False, repr=False)  # these three in complete runs only
     environment: Environment = field(init=False, repr=False)
     summary: TimedSummary = field(init=False, repr=False)
-    # Of the trained weights, not of their moving average.
+    # Of each evaluation the better one, if the weights' moving average was evaluated, too: as for
+    # the summary and for --desired-acc.
     evaluations: list[EvalLine] = field(default_factory=list, repr=False)
+    epochs: list[EpochLine] = field(default_factory=list, repr=False)  # the complete ones
     metrics: list[dict[str, Any]] = field(default_factory=list, repr=False)  # lines of the file
     gradients: dict[str, Any] | None = field(default=None, repr=False)  # the profile's, of rank 0
 
@@ -52,6 +54,19 @@ class RunRecord(Outcome):
     @property
     def is_complete(self) -> bool:
         return self.status == "completed"
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Return whether it was evaluated; on random images accuracy means nothing."""
+        return bool(self.evaluations) and self.config.data != "synthetic"
+
+    def epochs_at(self, line: MetricsLine) -> float:
+        """Return how many epochs the run had trained when it wrote this line."""
+        return line.samples_seen * self.summary.epochs / self.summary.samples_seen
+
+    def first_to_reach(self, top1: float) -> EvalLine | None:
+        """Return the first evaluation whose top-1 is at least this, percent; None if none is."""
+        return next((line for line in self.evaluations if line.top1 >= top1), None)
 
     @property
     def is_disturbed(self) -> bool:
@@ -110,5 +125,31 @@ def take_training(
     last_step = metrics[-1].get("step") if metrics else None
     for problem in contradictions(run.config, run.summary, last_step):
         raise UserError(f"{where}: {problem}")
-    evaluations = metrics_of(metrics, EvalLine, f"{where}: metrics.jsonl")
-    run.evaluations = [line for line in evaluations if line.weights == "model"]
+    by_step = dict[int, EvalLine]()
+    for line in metrics_of(metrics, EvalLine, f"{where}: metrics.jsonl"):
+        by_step[line.step] = max(by_step.get(line.step, line), line, key=lambda one: one.top1)
+    run.evaluations = [*by_step.values()]
+    run.epochs = metrics_of(metrics, EpochLine, f"{where}: metrics.jsonl")
+
+
+def read_training(folder: Path) -> RunRecord:
+    """Read the folder of a complete training that no comparison has started; UserError names what
+    is wrong with it."""
+    if not (folder / "summary.json").exists():
+        raise UserError(
+            f"{folder}: has no summary.json: the training has not ended, or this is no run folder"
+        )
+    written = read_run_folder(folder)
+    environment = parse(written["environment"], Environment, f"{folder}: environment.json")
+    run = RunRecord(
+        folder=folder,
+        block=0,
+        case="",
+        configuration=folder.name,
+        engine=environment.engine,
+        launcher=environment.launcher,
+        workers=0,
+    )
+    take_environment(run, written["settings"], written["environment"], str(folder))
+    take_training(run, written["summary"], written["metrics"], str(folder))
+    return run

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import NamedTuple
 
 from compare.evidence.equality import Fact
 from compare.evidence.group import Group
@@ -26,6 +27,20 @@ class EqualWork:
     varied: list[Fact]  # fields that differ, as the plan allows
 
 
+class NotReached(NamedTuple):
+    """A training that ended without the accuracy: its time to it is longer than `seconds`."""
+
+    case: str
+    workers: int
+    block: int
+    seed: int | None
+    configuration: str
+    target: float  # top-1, percent
+    best_top1: float
+    epochs: float
+    seconds: float  # on the training clock, to the last evaluation
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Finding):
     """The verdict on two configurations, in one case at one number of workers; its speed is that of
@@ -42,6 +57,10 @@ class Verdict(Finding):
     cpu: Estimate | None = None  # first / second, CPU time per image
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
     equal_work: EqualWork | None = None  # of a user's own scripts
+    # Of times to an accuracy (accuracy.py), whose ratio is then the speed: top-1, percent, and the
+    # trainings that did not reach it.
+    target_top1: float | None = None
+    unreached: tuple[NotReached, ...] = ()
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
 
     @property

@@ -77,6 +77,11 @@ def percent_text(share: float) -> str:
     return f"{percent:.2g} %" if percent < 10 else f"{percent:.0f} %"
 
 
+def points_text(points: float) -> str:
+    """Print a difference of top-1 in percentage points, with its sign."""
+    return f"{points:+.2f}".replace("-", "−") if abs(points) >= 0.005 else "0.00"
+
+
 def counted_text(groups: Sequence[Group]) -> str:
     """Say how much of the time was turns that count; "" for whole runs, and where a record has no
     times of its blocks."""

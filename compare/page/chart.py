@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -57,7 +57,10 @@ MARKERS = {  # their corners
     "wedge": [(0, 1.2), (1.1, -0.8), (-1.1, -0.8)],
 }
 
+DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")  # of as many series as there are markers
+
 Points = Sequence[tuple[float, float]]
+T = TypeVar("T")
 
 
 def css_variables(medium: int) -> str:
@@ -121,9 +124,9 @@ def linear(values: Iterable[float], label: str = "", zero: bool = False) -> Scal
 
 @dataclass(frozen=True)
 class Layer:
-    """A line through some points, or a marker at each of them."""
+    """A line through some points, an area that they bound, or a marker at each of them."""
 
-    kind: str  # "line", or a key of MARKERS
+    kind: str  # "line", "area", or a key of MARKERS
     points: Points
     colour: str
     size: float  # a line's width, or half a marker's, in units of the plot
@@ -135,12 +138,12 @@ class Layer:
 
     def path(self, points: Iterable[tuple[float, float]]) -> str:
         """Return the SVG path through these points of the plot; a point that is not finite leaves
-        a gap."""
+        a gap in a line."""
         path, pen, size = "", "M", self.size
         for x, y in points:
             if not math.isfinite(x + y):
                 pen = "M"
-            elif self.kind == "line":
+            elif self.kind in ("line", "area"):
                 path, pen = f"{path}{pen}{number(x)} {number(y)}", "L"
             else:
                 corners = [(x + dx * size, y + dy * size) for dx, dy in MARKERS[self.kind]]
@@ -161,6 +164,19 @@ def bar(
     """Return a bar along the x axis, which shows its value in the middle."""
     points = [(start, y), ((start + end) / 2, y), (end, y)]
     return Layer("line", points, colour, thickness, "", opacity, False, ("", text), key)
+
+
+def series_layers(
+    index: int, key: str, points: Points, texts: Sequence[str], width: float, mark: float = 0
+) -> list[Layer]:
+    """Return the line of a series, and markers of half-width `mark` unless it is 0. A series looks
+    the same in all plots. The first one's line is wide and lies below the others, so that of two
+    equal curves both stay visible."""
+    colour = COLOURS[index % len(COLOURS)]
+    shape = (index + index // len(COLOURS)) % len(MARKERS)  # shifts when colours repeat
+    style = width if index else 2.2 * width, DASHES[shape], 0.9 if index else 0.55
+    line = Layer("line", points, colour, *style, texts=texts, key=key)
+    return [line, Layer([*MARKERS][shape], points, colour, mark, key=key)] if mark else [line]
 
 
 @dataclass(frozen=True)
@@ -189,6 +205,7 @@ class Plot:
     layers: Sequence[Layer]
     rows: Sequence[PlotRow] = ()
     height: float = 190  # of the plotting area
+    section: str = "Plots"  # of the page
 
     @cached_property
     def svg(self) -> str:
@@ -269,3 +286,17 @@ def shortened(text: str, width: float) -> str:
     while text_width(text) > width:
         text = f"{text[:-2]}…"
     return text
+
+
+def values_of(layers: Iterable[Layer]) -> tuple[list[float], list[float]]:
+    """Return all x and all y values of the points, for the axes."""
+    points = [point for layer in layers for point in layer.points]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def thinned(values: Sequence[T], most: int) -> Sequence[T]:
+    """Return `most` values at most (at least 3), evenly spaced from the first to the last."""
+    most, last = max(3, most), len(values) - 1
+    if last < most:
+        return values
+    return [values[round(at * last / (most - 1))] for at in range(most)]

@@ -13,10 +13,12 @@ from typing import Any
 
 import msgspec
 
+from compare.evidence.accuracy import target_of
 from compare.evidence.equality import MAY_CHANGE, Fact
 from compare.evidence.record import Record
 from compare.evidence.words import count, difference_text, place_text, short, shortest_unique_names
-from compare.page.chart import template
+from compare.page.accuracy import accuracy_sentence
+from compare.page.chart import Plot, template
 from compare.page.gate import gate_of
 from compare.page.plots import draw_plots
 from compare.page.report import ASIDE, ENVIRONMENT, Report, SideBySide
@@ -68,6 +70,7 @@ def rendered(name: str, reports: Sequence[Report]) -> str:
         escaped=escaped,
         sentence=sentence,
         below=below,
+        accuracy_sentence=accuracy_sentence,
     )
     return re.sub(r"\n{3,}", "\n\n", str(text).strip()) + "\n"
 
@@ -82,6 +85,7 @@ def as_page(reports: Sequence[Report]) -> str:
         "sentence": sentence,
         "support": support,
         "difference_text": difference_text,
+        "accuracy_sentence": accuracy_sentence,
     }
     if len(reports) > 1:
         both = SideBySide(reports)
@@ -92,6 +96,10 @@ def as_page(reports: Sequence[Report]) -> str:
     varied, others = (
         [fact for fact in report.facts if fact.is_varied is wanted] for wanted in (True, False)
     )
+    plots, sections = draw_plots(report), defaultdict[str, list[Plot]](list)
+    for plot in plots:
+        if plot.name != "verdict":  # which stands at the top
+            sections[plot.section].append(plot)
     page = template("report.html.jinja").render(
         report=report,
         record=record,
@@ -102,7 +110,8 @@ def as_page(reports: Sequence[Report]) -> str:
         settings=fact_lines(fact for fact in others if fact.field not in ENVIRONMENT),
         varied=fact_lines(varied),
         tables=all_tables(report),
-        plots=draw_plots(report),
+        plots=plots,
+        sections=sections,
         commands=commands(record),
         has_prediction=(record.folder / "prediction.html").exists(),
         count=count,
@@ -203,11 +212,17 @@ def as_csv(reports: Sequence[Report]) -> str:
 
 def run_lines(record: Record) -> Iterator[dict[str, Any]]:
     """Yield a line for each planned run."""
+    targets = {group.place: target_of(group) for group in record.groups}
     for run in record.runs:
         figures = {
             name: attrgetter(path)(run) if run.is_complete else None
             for name, path in RUN_FIGURES.items()
         }
+        target = targets[run.case, run.workers] if run.is_complete else None
+        reached = None if target is None else run.first_to_reach(target)
+        figures["target_top1_percent"] = target
+        figures["epochs_to_target"] = run.epochs_at(reached) if reached else None
+        figures["seconds_to_target"] = reached.train_seconds_so_far if reached else None
         figures["seed"] = run.config.seed if run.is_complete else run.seed
         yield {
             "measured_by": "run",
@@ -279,6 +294,13 @@ def report_value(report: Report) -> dict[str, Any]:
             }
             for verdict in report.verdicts
         ],
+        "times_to_accuracy": [
+            {**vars(verdict), "sentence": sentence(verdict)} for verdict in report.times
+        ],
+        "accuracies": [
+            {**vars(verdict), "sentence": accuracy_sentence(verdict)}
+            for verdict in report.accuracies
+        ],
         "goals": [{**vars(goal), "verdict": goal_verdict(goal)} for goal in report.goals],
         "interactions": [
             {"case": case, "workers": workers, "speed": speed}
@@ -286,6 +308,7 @@ def report_value(report: Report) -> dict[str, Any]:
         ],
         "speed": report.speed,
         "trainings": report.trainings,
+        "accuracy": report.accuracy,
         "phases": [*report.phases, *report.phase_differences],
         "runs": list(run_lines(record)),
         "turns": list(turn_lines(record)),

@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.goals import Goal
 from compare.evidence.paired import MIN_BLOCKS, Estimate
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, place_text, ratio_text
-from compare.page.sentences import claim, ends_text, goal_figure, goal_verdict
+from compare.page.accuracy import accuracy_claim
+from compare.page.sentences import claim, ends_text, goal_figure, goal_sides, goal_verdict, said
 
 MOST_LISTED = 6  # findings that a few sentences can hold; of more, most are only counted
 OF_ENGINES = "the ratio DDP / Horovod"  # begins the name of an interaction
@@ -17,8 +19,12 @@ DIFFERENT, UNDECIDED, UNFINISHED = "different", "undecided", "not finished"
 
 def headline(verdicts: Sequence[Verdict], goals: Sequence[Goal]) -> list[str]:
     """Return the result in sentences. Of a pair that has a goal, the goal's verdict is told."""
-    with_goals = {goal.name for goal in goals}
-    pairs = [pair for pair in verdicts if f"{pair.first}:{pair.second}" not in with_goals]
+    with_goals = {goal.name for goal in goals if goal.accuracy is None}
+    pairs = [
+        pair
+        for pair in verdicts
+        if pair.target_top1 is not None or f"{pair.first}:{pair.second}" not in with_goals
+    ]
     findings: list[Verdict | Goal] = [*goals, *pairs]
     is_placed = len({(finding.case, finding.workers) for finding in findings}) > 1
     if {kind(finding) for finding in findings} == {UNFINISHED}:
@@ -58,6 +64,22 @@ def counted(goals: Sequence[Goal], pairs: Sequence[Verdict]) -> list[str]:
     ]
 
 
+def headline_of_accuracy(verdicts: Sequence[AccuracyVerdict]) -> list[str]:
+    """Return in a sentence how the final accuracies of all pairs compare; of many only how many
+    ended in which way."""
+    decisions = Counter(verdict.decision for verdict in verdicts)
+    if not verdicts:
+        return []
+    if {*decisions} == {"identical"}:
+        seeds = count(min(verdict.seeds for verdict in verdicts), "seed")
+        return [f"Final top-1 is the same in each of {seeds}: the weights are identical."]
+    if len(verdicts) > MOST_LISTED:
+        ways = ", ".join(f"{number} {way}" for way, number in decisions.most_common())
+        return [f"Final top-1 of {len(verdicts)} pairs: {ways}."]
+    is_placed = len({(verdict.case, verdict.workers) for verdict in verdicts}) > 1
+    return [said(verdict, accuracy_claim(verdict), is_placed) for verdict in verdicts]
+
+
 def kind(finding: Verdict | Goal) -> str:
     """Return in a few words how a finding ended, as in "2 undecided"."""
     if finding.differences:
@@ -66,10 +88,11 @@ def kind(finding: Verdict | Goal) -> str:
         return "whose ranks share a GPU"
     if not finding.is_finished:
         return UNFINISHED
-    if finding.speed is None or finding.speed.low is None:
-        return f"with fewer than {MIN_BLOCKS} blocks"
+    few = f"with fewer than {MIN_BLOCKS} blocks"
     if isinstance(finding, Goal):
-        return finding.decision
+        return finding.decision if finding.is_judged else few
+    if finding.speed is None or finding.speed.low is None:
+        return few
     if finding.delay is not None:
         return f"{'with' if finding.decision == 'faster' else 'without'} the known delay"
     if finding.decision in ("faster", "slower"):
@@ -85,7 +108,10 @@ def clause(verdict: Verdict, is_placed: bool) -> str:
     if speed is None or way not in (DIFFERENT, UNDECIDED) or verdict.is_null_test:
         shown = f" ({ends_text(speed)})" if speed and speed.low else ""
         return f"{lead}{claim(verdict)}{shown}"
-    text = trained(verdict.first_label, verdict.second_label, speed, way == DIFFERENT)
+    did = "trained"
+    if verdict.target_top1 is not None:
+        did = f"reached {verdict.target_top1:g} % top-1"
+    text = trained(verdict.first_label, verdict.second_label, speed, way == DIFFERENT, did)
     low, high = speed.low or 0, speed.high or 0
     is_narrow = not low <= 1 <= high or speed.bound < verdict.margin
     remark = corrected("verdict", verdict.family) if way == UNDECIDED and is_narrow else ""
@@ -97,9 +123,12 @@ def corrected(noun: str, family: int) -> str:
     return f", before the correction for {count(family, noun)}"
 
 
-def trained(first: str, second: str, speed: Estimate, is_decided: bool) -> str:
-    """Return how many times as fast as the other a side trained: the ratio of the faster one with
-    its interval, or undecided the interval alone. A transport that both share stands in front."""
+def trained(
+    first: str, second: str, speed: Estimate, is_decided: bool, did: str = "trained"
+) -> str:
+    """Return how many times as fast as the other a side trained, or did something else: the ratio
+    of the faster one with its interval, or undecided the interval alone. A transport that both
+    share stands in front."""
     if is_decided and speed.ratio < 1:
         first, second, speed = second, first, speed.inverse()
     engine, _, transport = first.partition(" over ")
@@ -108,7 +137,7 @@ def trained(first: str, second: str, speed: Estimate, is_decided: bool) -> str:
     if transport and transport == other_transport:
         lead, first, second = f"over {transport} ", engine, other_engine
     shown = f"{ratio_text(speed)} ({ends_text(speed)})" if is_decided else ends_text(speed)
-    return f"{lead}{first} trained {shown} times as fast as {second}"
+    return f"{lead}{first} {did} {shown} times as fast as {second}"
 
 
 def headline_of_occasions(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -132,12 +161,15 @@ def headline_of_occasions(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def goal_clause(goal: Goal, is_placed: bool) -> str:
     """Return a goal's verdict with its interval as a part of a sentence."""
-    sides, speed = goal.name.replace(":", " / "), goal.speed
     place = f" at {place_text(goal.case, goal.workers)}" if is_placed else ""
-    found = ""
-    if speed is not None and speed.low and speed.high:
-        figures = [goal_figure(goal, value) for value in (speed.ratio, speed.low, speed.high)]
-        found = ", {} ({} to {})".format(*figures)
-        if kind(goal) == UNDECIDED and (speed.low >= goal.tolerated or speed.high < goal.least):
-            found += corrected("goal", goal.family)
-    return f"goal {sides} ≥ {goal_figure(goal, goal.least)}{place}: {goal_verdict(goal)}{found}"
+    shown, found = "", goal.found
+    if found and found.ends:
+        low, high = found.ends
+        figures = [goal_figure(goal, value) for value in (found.value, low, high)]
+        shown = ", {} ({} to {})".format(*figures)
+        if kind(goal) == UNDECIDED and (low >= goal.tolerated or high < goal.least):
+            shown += corrected("goal", goal.family)
+    elif found and goal.is_judged:
+        shown = f", {goal_figure(goal, found.value)}, as the weights are identical"
+    least = goal_figure(goal, goal.least)
+    return f"goal {goal_sides(goal)} ≥ {least}{place}: {goal_verdict(goal)}{shown}"

@@ -3,51 +3,52 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from compare.evidence.rows import EXPOSED, Row, cells_of
+from compare.evidence.runs import RunRecord
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import place_text, ratio_text, three_digits
 from compare.page.chart import (
     COLOURS,
     GRID,
     INK,
-    MARKERS,
     MUTED,
     PAPER,
     ROW_HEIGHT,
     Layer,
     Plot,
     PlotRow,
-    Points,
     Scale,
     bar,
     linear,
+    series_layers,
+    thinned,
+    values_of,
 )
+from compare.page.learning import Trainings, learning_plots
 from compare.page.report import Report
 from compare.page.sentences import interval_text
 from compare.page.tables import PHASES
 
-DASHES = ("", "6 2.4", "1.8 1.8", "8 2 1.6 2", "3.6 1.4")
 # With one worker there is no exchange: turns without it show this instead.
 ALONE = "the engine's own work"
 MAX_RINGS = 60  # per verdict: among a thousand no single block can be seen
-BLOCKS_IN_DETAIL = 8  # blocks whose curves are drawn: nobody can tell more of them apart
 MOST_TICKS = 12  # numbers of blocks below an axis
 WIDTH_OF_BLOCK = 0.8  # of the distance from block to block: what its turns take on the axis
 MAX_POINTS = 900  # over all lines of a plot: 450,000 steps must not make a page of 50 MB
-T = TypeVar("T")
 
 
 def draw_plots(report: Report) -> list[Plot]:
     """Return the plots, that of the verdicts first."""
-    kinds = (plot_throughput, plot_drift, plot_phases, plot_time_to_accuracy)
+    kinds = (plot_throughput, plot_drift, plot_phases)
     return [
-        *placed([plot_verdicts(report.verdicts)], ""),
+        *placed([plot_verdicts([*report.times, *report.verdicts])], ""),
         *(
             plot
             for case in report.record.plan.cases
-            for plot in placed([draw(report, case) for draw in kinds], case)
+            for plot in placed(
+                [*(draw(report, case) for draw in kinds), *plots_of_trainings(report, case)], case
+            )
         ),
     ]
 
@@ -61,21 +62,6 @@ def placed(plots: Iterable[Plot], case: str) -> list[Plot]:
         for plot in plots
         if any(layer.points for layer in plot.layers)
     ]
-
-
-def curve(
-    report: Report, name: str, points: Points, texts: Sequence[str], width: float, mark: float = 0
-) -> list[Layer]:
-    """Return a configuration's line, and markers of half-width `mark` unless it is 0. A
-    configuration looks the same in all plots. The first one's line is wide and lies below the
-    others, so that of two equal curves both stay visible.
-    """
-    index, colour = line_style(report, name)
-    shape = (index + index // len(COLOURS)) % len(MARKERS)  # shifts when colours repeat
-    style = width if index else 2.2 * width, DASHES[shape], 0.9 if index else 0.55
-    key = report.labels[name]
-    line = Layer("line", points, colour, *style, texts=texts, key=key)
-    return [line, Layer(list(MARKERS)[shape], points, colour, mark, key=key)] if mark else [line]
 
 
 def line_style(report: Report, name: str) -> tuple[int, str]:
@@ -95,7 +81,8 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot:
     places = {(verdict.case, verdict.workers) for verdict in measured}
     for verdict in measured:
         at = place_text(verdict.case, verdict.workers) if len(places) > 1 else ""
-        name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", at)))
+        to = f"to {verdict.target_top1:g} %" if verdict.target_top1 is not None else ""
+        name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", to, at)))
         layers += verdict_layers(len(rows), name, verdict)
         rows.append(PlotRow(len(rows), name, found_text(verdict)))
     if any(row.shown != row.name for row in rows):  # no room: hollow marks tell what is undecided
@@ -223,7 +210,8 @@ def plot_drift(report: Report, case: str) -> Plot:
             points.append((math.nan, math.nan))  # blocks are not joined
             texts.append("")
             last = max(last, block.number)
-        layers += curve(report, name, points, texts, 1.1, 0 if report.record.is_by_turns else 2)
+        index, mark = line_style(report, name)[0], 0 if report.record.is_by_turns else 2
+        layers += series_layers(index, report.labels[name], points, texts, 1.1, mark)
     found = [point for layer in layers for point in layer.points if math.isfinite(point[0])]
     if len({across for across, _ in found}) < 2:
         layers = []
@@ -279,45 +267,21 @@ def phase_layers(row: Row, place: PlotRow) -> list[Layer]:
     return layers
 
 
-def plot_time_to_accuracy(report: Report, case: str) -> Plot:
-    """Show validation top-1 against the training clock, of the runs with the most workers."""
-    layers: list[Layer] = []
-    whole = [run for run in report.record.complete if run.case == case]
+# ------------------------------------------------------------------------------- learning curves
+
+
+def plots_of_trainings(report: Report, case: str) -> list[Plot]:
+    """Return the learning curves of a case's complete whole runs with the most workers."""
+    whole = [run for run in report.record.complete if run.case == case and run.has_accuracy]
     most = max((run.workers for run in whole), default=0)
-    runs = [run for run in whole if run.workers == most]
-    runs.sort(key=lambda run: line_style(report, run.configuration)[0])
-    blocks = thinned(sorted({run.block for run in runs}), BLOCKS_IN_DETAIL)
-    for run in (run for run in runs if run.block in blocks):
-        line = [(found.train_seconds_so_far, found.top1) for found in run.evaluations]
-        shown = thinned(line, MAX_POINTS // len(runs))
-        doubt = ", disturbed" if run.is_disturbed else ""
-        name = f"{report.labels[run.configuration]}, block {run.block}{doubt}"
-        texts = [f"{name}: {y:.2f} % after {x:,.4g} s" for x, y in shown]
-        layers += [
-            replace(layer, key=f"{layer.key}{doubt}")
-            for layer in curve(report, run.configuration, shown, texts, 1.3, 2)
-        ]
-    x, y = values_of(layers)
-    return Plot(
-        "time-to-accuracy",
-        "Top-1 against time",
-        "Validation top-1 against training time, evaluation included. One line per run. Disturbed: "
-        "other processes slowed it, so its times are too long.",
-        linear(x, "seconds since training began, evaluation included", zero=True),
-        linear(y, "validation top-1, %"),
-        layers,
-    )
-
-
-# ---------------------------------------------------------------------------------------- helpers
-
-
-def values_of(layers: Iterable[Layer]) -> tuple[list[float], list[float]]:
-    """Return all x and all y values of the points, for the axes."""
-    points = [point for layer in layers for point in layer.points]
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def thinned(values: Sequence[T], most: int) -> Sequence[T]:
-    """Return about `most` values at most (at least 3), evenly spaced."""
-    return values[:: -(-len(values) // max(3, most)) or 1]
+    by_name: dict[str, list[RunRecord]] = {name: [] for name in report.record.configurations}
+    for run in whole:
+        if run.workers == most:
+            by_name[run.configuration].append(run)
+    trainings = [
+        Trainings(report.labels[name], index, runs)
+        for index, (name, runs) in enumerate(by_name.items())
+        if runs
+    ]
+    targets = [verdict.target_top1 for verdict in report.times if verdict.case == case]
+    return learning_plots(trainings, *targets[:1])

@@ -9,6 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from compare.evidence.accuracy import (
+    UNEQUAL,
+    accuracy_rows,
+    judge_accuracies,
+    judge_times,
+    not_reached,
+)
 from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
 from compare.evidence.memory import KINDS, Leak, NewPages, leaks, new_pages
@@ -34,7 +41,13 @@ from compare.evidence.words import (
     three_digits,
     without_paths,
 )
-from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
+from compare.page.accuracy import not_reached_text
+from compare.page.headline import (
+    OF_ENGINES,
+    headline,
+    headline_of_accuracy,
+    headline_of_occasions,
+)
 from compare.page.labels import labels_of
 from compare.page.sentences import claim, correction_text, interval_text, said
 from compare.plan.configurations import ENGINES, PEERS
@@ -93,6 +106,7 @@ WITHOUT_MPI = "mpi4py or mpirun is not installed there"
 MEMORY = "Memory"
 # The largest values that the GNU C library takes (man 3 mallopt).
 KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=2147483647"
+UNREACHED = "Trainings that did not reach the accuracy"
 ASIDE = "Runs that failed or were disturbed (not used for speed)"
 
 
@@ -111,7 +125,10 @@ class Report:
             for group in record.groups
             if (found := interaction(record, group, self.verdicts)) is not None
         }
-        self.correction = correction_text(record, self.verdicts)
+        self.times = judge_times(record, self.labels)
+        self.accuracies = judge_accuracies(record, self.labels)
+        self.accuracy = accuracy_rows(record)
+        self.correction = correction_text(record, self.verdicts, self.times, self.accuracies)
         self.counted = counted_text(record.groups)
         self.speed = speed_rows(record)
         self.trainings = training_rows(record)
@@ -197,7 +214,13 @@ class Report:
             return ["Nothing is decided: part of the record cannot be read."]
         if all(group.ranks_per_gpu for group in self.record.groups):
             return [self.caution, *filter(None, [self.equal_weights]), *self.unequal]
-        return [*filter(None, [self.caution]), *headline(self.verdicts, self.goals)]
+        of_accuracy = headline_of_accuracy(self.accuracies)
+        is_unequal = any(verdict.decision in UNEQUAL for verdict in self.accuracies)
+        return [
+            *filter(None, [self.caution]),
+            *headline(self.times or self.verdicts, self.goals),  # the plan asks for the times
+            *(of_accuracy if self.times or is_unequal else []),
+        ]
 
     @property
     def unequal(self) -> list[str]:
@@ -220,7 +243,7 @@ class Report:
         command is empty if none does so. Both are if all is decided or would take too long, or if
         this is a kept record or one of other sources, which run.py refuses to extend."""
         record, end = self.record, list[str]()
-        later = extension_of(record, [*self.verdicts, *self.goals])
+        later = extension_of(record, [*self.verdicts, *self.times, *self.goals])
         is_elsewhere = record.folder.resolve().is_relative_to(ROOT / "results")
         is_changed = record.plan.trainers_sha256 not in (None, sources_sha256(record.plan))
         is_over = record.problem or not (record.unfinished or later)
@@ -359,6 +382,13 @@ class Report:
                 "this batch size has its own ratio of computation to communication; with more "
                 "weights or a smaller batch, a step waits longer for its gradients.",
             ]
+        if self.accuracies:
+            images = max(run.evaluations[-1].num_images for run in runs if run.has_accuracy)
+            limits.append(
+                f"Other validation images. Each seed was evaluated on the same {images:,}, of "
+                f"which one is {100 / images:.2g} points of top-1: intervals cover what the seed "
+                "changes, not what other images would."
+            )
         if len(environment.hosts) == 1:
             limits.append(
                 "Networks. All workers ran on one host, where messages "
@@ -466,7 +496,10 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
     verdict have a list of their own."""
     plan = record.plan
     judged = {name for pair in plan.pairs() for name in pair}
-    found: dict[str, list[str]] = {WARNINGS: [*plan.warnings], MISSING: [], MEMORY: [], ASIDE: []}
+    headings = (WARNINGS, MISSING, UNREACHED, MEMORY, ASIDE)
+    found: dict[str, list[str]] = {heading: [] for heading in headings}
+    found[WARNINGS] += plan.warnings
+    found[UNREACHED] += [not_reached_text(run) for run in not_reached(record)]
     found[WARNINGS] += [
         f"{place_text(*place)}: nothing is decided, because part of the record cannot be read"
         if record.problem

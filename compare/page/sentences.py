@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.equality import OF_SCRIPT
 from compare.evidence.goals import Goal
 from compare.evidence.paired import MIN_BLOCKS, Estimate
@@ -15,6 +16,7 @@ from compare.evidence.words import (
     digits,
     percent_text,
     place_text,
+    points_text,
     ratio_text,
 )
 from recipe.record.schema import rate_text
@@ -31,6 +33,14 @@ OF_ITSELF = {
     "equal": "no difference was shown between {first} and itself, as it should be: equal within "
     "{bound}",
     "undecided": "no difference was shown between {first} and itself, as it should be",
+}
+TO_ACCURACY = {
+    "faster": "{first} reached {target} top-1 {ratio} times as fast as {second}",
+    "slower": "{second} reached {target} top-1 {inverse} times as fast as {first}",
+    "equal": "{first} and {second} are tied: they reached {target} top-1 equally fast within "
+    "{bound}",
+    "undecided": "it is undecided which reached {target} top-1 sooner: {first} did so between "
+    "{low} and {high} times as fast as {second}",
 }
 WITH_DELAY = {
     "faster": "a delay of {delay} was found in {first}",
@@ -54,7 +64,7 @@ def sentence(verdict: Verdict) -> str:
     text, speed = claim(verdict), verdict.speed
     if speed is None:
         return said(verdict, text)
-    blocks = count(speed.blocks, "block")
+    blocks = count(speed.blocks, "block" if verdict.target_top1 is None else "seed")
     if verdict.decision in DIFFERENT and not verdict.is_null_test:  # the ratio is in the claim
         shown = speed.inverse() if verdict.decision == "slower" else speed
         return said(verdict, f"{text}, {interval_text(shown)}, {blocks}")
@@ -63,7 +73,7 @@ def sentence(verdict: Verdict) -> str:
     return said(verdict, f"{told}{remark(verdict, speed)}")
 
 
-def said(verdict: Verdict, text: str, is_placed: bool = True) -> str:
+def said(verdict: Verdict | AccuracyVerdict, text: str, is_placed: bool = True) -> str:
     """Return a text as a sentence; a user's own name at its start keeps its first letter."""
     place = place_text(verdict.case, verdict.workers)
     if is_placed and verdict.case:
@@ -79,10 +89,13 @@ def said(verdict: Verdict, text: str, is_placed: bool = True) -> str:
 def claim(verdict: Verdict) -> str:
     """Return a verdict in words, with the labels of both sides."""
     speed, both = verdict.speed, f"{verdict.first_label} and {verdict.second_label}"
+    target = f"{verdict.target_top1 or 0:g} %"
     if verdict.differences:
         return f"no verdict on {both}: the runs differ in more than the plan varies"
     if verdict.ranks_per_gpu:
         return f"no verdict on the speeds of {both}: {SHARED_GPU}"
+    if speed is None and verdict.unreached:
+        return f"no ratio of times to {target} top-1 between {both}: {unreached_text(verdict)}"
     if speed is None:
         return f"no verdict on {both}: no block was completed by both"
     if speed.low is None:
@@ -91,6 +104,7 @@ def claim(verdict: Verdict) -> str:
         return f"nothing is decided between {both} yet"
     claims = OF_ITSELF if verdict.is_null_test else CLAIMS
     claims = WITH_DELAY if verdict.delay is not None else claims
+    claims = TO_ACCURACY if verdict.target_top1 is not None else claims
     return claims[verdict.decision].format(
         first=verdict.first_label,
         second=verdict.second_label,
@@ -100,7 +114,28 @@ def claim(verdict: Verdict) -> str:
         high=f"{speed.high:.{digits(speed)}f}",
         bound=bound_text(speed),
         delay=percent_text(verdict.delay or 0),
+        target=target,
     )
+
+
+def unreached_text(verdict: Verdict) -> str:
+    """Say with which seeds the trainings of a pair did not reach the accuracy."""
+    labels = {verdict.first: verdict.first_label, verdict.second: verdict.second_label}
+    seeds = {
+        name: [str(run.seed) for run in verdict.unreached if run.configuration == name]
+        for name in labels
+    }
+    if seeds[verdict.first] == seeds[verdict.second]:
+        return f"neither of them reached it with {seeds_text(seeds[verdict.first])}"
+    return "; ".join(
+        f"{label} did not reach it with {seeds_text(seeds[name])}"
+        for name, label in labels.items()
+        if seeds[name]
+    )
+
+
+def seeds_text(seeds: Sequence[str]) -> str:
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(seeds)}"
 
 
 def remark(verdict: Verdict, speed: Estimate) -> str:
@@ -122,6 +157,11 @@ def support(verdict: Verdict) -> list[str]:
     """Return what supports a verdict: whether both sides did the same training, and the ratio of
     their CPU times (a separate finding: the slower side often computes longer)."""
     lines = [equal_work_text(verdict)] if verdict.equal_work else []
+    if verdict.unreached and verdict.speed is not None:
+        lines.append(
+            f"{said(verdict, unreached_text(verdict), is_placed=False)} Both are the same "
+            "training, bit by bit, so the other seeds tell the ratio."
+        )
     if not all(verdict.equal_weights):
         equal, blocks = sum(verdict.equal_weights), count(len(verdict.equal_weights), "block")
         lines.append(
@@ -165,17 +205,29 @@ def equal_work_text(verdict: Verdict) -> str:
     return f"{text} They differ in {' and in '.join(differ)}." if differ else text
 
 
-def correction_text(record: Record, verdicts: Sequence[Verdict]) -> str:
-    """Say how the report corrects for several verdicts, and for extensions of the measurement."""
+def correction_text(
+    record: Record,
+    verdicts: Sequence[Verdict],
+    times: Sequence[Verdict] = (),
+    accuracies: Sequence[AccuracyVerdict] = (),
+) -> str:
+    """Say how the report corrects for several verdicts of a kind (on speed, on times to an
+    accuracy, on final accuracies), and for extensions of the measurement."""
     parts = []
     percent = f"{100 * (1 - record.confidence):.3g}"
-    family = max((verdict.family for verdict in verdicts), default=0)
-    if family > 1:
+    kinds = {"": verdicts, " on times to the accuracy": times, " on accuracy": accuracies}
+    families = {
+        kind: max((finding.family for finding in findings), default=0)
+        for kind, findings in kinds.items()
+    }
+    corrected = [f"{family} verdicts{kind}" for kind, family in families.items() if family > 1]
+    if corrected:
+        each = ", each kind by itself" if len(corrected) > 1 else ""
         parts.append(
-            f"The decisions of {family} verdicts are corrected by Holm's method: the probability "
-            f"of any false difference among them is at most {percent} %, and so is that of any "
-            "false “equal”. Each interval covers its own ratio alone, without this correction: it "
-            "may exclude 1, or lie within the margin, although nothing is decided."
+            f"The decisions of {' and of '.join(corrected)} are corrected by Holm's method{each}: "
+            f"the probability of any false difference among them is at most {percent} %, and so is "
+            "that of any false “equal”. Each interval covers its own ratio alone, without this "
+            "correction: it may exclude 1, or lie within the margin, although nothing is decided."
         )
     if record.extensions:
         parts.append(
@@ -199,11 +251,22 @@ def goal_verdict(goal: Goal) -> str:
         return f"no verdict: {SHARED_GPU}"
     if not goal.is_finished:
         return "not finished"
+    if goal.accuracy and goal.accuracy.ended_at is not None and not goal.is_judged:
+        return "no verdict: --desired-acc ended the trainings"
     return goal.decision if goal.is_judged else f"an interval needs {MIN_BLOCKS} blocks"
 
 
+def goal_sides(goal: Goal) -> str:
+    """Return what a goal is about: a side, or two and how they are compared."""
+    if goal.accuracy is not None:
+        return f"top-1 of {goal.name.replace(':', ' − ')}"
+    return goal.name.replace(":", " / ")
+
+
 def goal_figure(goal: Goal, value: float) -> str:
-    """Return a ratio, or a speed with its unit."""
+    """Return a ratio, or a speed or a difference of top-1 with its unit."""
+    if goal.accuracy is not None:
+        return f"{points_text(value)} {goal.unit}"
     return f"{rate_text(value)} {goal.unit}" if goal.unit else f"{value:.3f}"
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import tabulate
 
+from compare.evidence.accuracy import POWER, SIZES, AccuracyVerdict
 from compare.evidence.goals import Goal
 from compare.evidence.occasions import RECORDED_DEGREES, RECORDED_SPREAD
 from compare.evidence.paired import INTERVAL, Difference, Estimate
-from compare.evidence.words import digits, place_text, three_digits
+from compare.evidence.words import digits, place_text, points_text, three_digits
 from compare.page.chart import COLOURS, INK, MUTED
 from compare.page.report import Report, SideBySide
-from compare.page.sentences import goal_figure, goal_verdict
+from compare.page.sentences import goal_figure, goal_sides, goal_verdict
 from compare.plan.configurations import PEERS
 
 POOLED = (
@@ -206,6 +207,54 @@ TRAININGS = (
     ),
     Column("runs", lambda row: counted(row["runs"], row["planned_runs"])),
 )
+
+
+def accuracy_columns(target: float | None) -> tuple[Column, ...]:
+    """Return the columns of accuracy over seeds, with those of a top-1 to reach if there is one."""
+    columns = (
+        Column(
+            "final top-1, %",
+            "top1",
+            "{:.2f}",
+            "Medians over seeds, with the lowest and the highest in brackets.",
+        ),
+        Column(
+            "sd, points",
+            "deviation",
+            "{:.2f}",
+            is_optional=True,
+            note="Sd: the standard deviation of final top-1 over the seeds.",
+        ),
+        Column("seeds", "seeds", "{}"),
+    )
+    if target is None:
+        return columns
+    return (
+        *columns,
+        Column(
+            f"reached {target:g} %",
+            lambda row: counted(row["reached"], row["seeds"]),
+            note=f"To {target:g} %: until an evaluation first shows this top-1, on the training "
+            "clock, evaluations included. A training that never does counts as longer than all.",
+        ),
+        Column(f"epochs to {target:g} %", lambda row: spread_cell(row["epochs_to_target"], "{:g}")),
+        Column(
+            f"seconds to {target:g} %",
+            lambda row: spread_cell(row["seconds_to_target"], "{:,.1f}"),
+            is_timed=True,
+        ),
+    )
+
+
+def spread_cell(spread: tuple[float, float, float], pattern: str) -> TableCell:
+    """Return a median with its range, if it has one; what is infinite was never reached."""
+    middle, low, high = (
+        pattern.format(value) if math.isfinite(value) else "never" for value in spread
+    )
+    value = spread[0] if math.isfinite(spread[0]) else None
+    return TableCell(middle, value, "" if low == high else f"({low}–{high})")
+
+
 RESOURCES = (
     Column(
         "memory, MB",
@@ -329,6 +378,8 @@ def all_tables(report: Report) -> list[Table]:
             trainings,
             unused,
         ),
+        accuracy_table(report),
+        seeds_table(report),
         cell_table(report, "A step's time by phase, ms", PHASE_COLUMNS, report.phases, phases),
         cell_table(
             report,
@@ -341,6 +392,67 @@ def all_tables(report: Report) -> list[Table]:
         cell_table(report, "Input", INPUT, trainings, is_detail=True),
     ]
     return [table for table in found if table.lines]
+
+
+def accuracy_table(report: Report) -> Table:
+    """Return how accurate each cell became over its seeds, and how soon."""
+    targets = {row["target"] for row in report.accuracy}
+    target = targets.pop() if len(targets) == 1 else None
+    title = "Accuracy over seeds"
+    return cell_table(report, title, accuracy_columns(target), report.accuracy)
+
+
+def seeds_table(report: Report) -> Table:
+    """Return how far each pair's final accuracies differ, and how many seeds show a difference."""
+    shown = [verdict for verdict in report.accuracies if verdict.points or verdict.power]
+    places = {(verdict.case, verdict.workers) for verdict in shown}
+    place = Column("at", lambda verdict: place_text(verdict.case, verdict.workers), is_number=False)
+
+    def needed(index: int) -> Column:
+        def cell(verdict: AccuracyVerdict) -> TableCell | None:
+            if verdict.power is None:
+                return None
+            one = verdict.power.needed[index]
+            return TableCell(f"{one.seeds:,}", one.seeds, f"({one.fewest:,}–{one.most:,})")
+
+        return Column(f"seeds for {SIZES[index]:g}", cell)
+
+    def deviation(verdict: AccuracyVerdict) -> tuple[float, float, float] | None:
+        power = verdict.power
+        return (power.deviation, power.low, power.high) if power else None
+
+    def difference(verdict: AccuracyVerdict) -> TableCell | None:
+        points = verdict.points
+        if points is None:
+            return None
+        half = points.half_width
+        width = "" if verdict.is_exact or half is None else f"±{half:.2f}"
+        return TableCell(points_text(points.mean), points.mean, width)
+
+    columns = (
+        Column(
+            "first − second",
+            lambda verdict: f"{verdict.first} − {verdict.second}",
+            is_number=False,
+        ),
+        *([place] if len(places) > 1 else []),
+        Column("difference", difference),
+        Column("verdict", lambda verdict: verdict.decision, is_number=False),
+        *(
+            (Column("sd of a seed", deviation, "{:.2f}"), *map(needed, range(len(SIZES))))
+            if any(verdict.power for verdict in shown)
+            else ()
+        ),
+    )
+    note = (
+        "Differences of final top-1 in percentage points, the mean over seeds with its interval, "
+        "paired by seed; identical: the weights are identical with each seed. Sd of a seed: the "
+        "standard deviation of a seed's difference, with its 95 % interval. Seeds for a "
+        f"difference: with so many, {100 * POWER:g} of 100 such comparisons show it (by the ends "
+        "of that interval). Of identical trainings, both are for another training in place of one "
+        "of them, with other weights and as much scatter."
+    )
+    return Table("Final top-1, points", note, columns, shown, 2 if len(places) > 1 else 1)
 
 
 def cell_table(
@@ -390,13 +502,16 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
     places = {(goal.case, goal.workers) for goal in goals}
 
     def found(goal: Goal) -> TableCell | None:
-        speed = goal.speed
-        return TableCell(goal_figure(goal, speed.ratio), speed.ratio) if speed else None
+        value = goal.found and goal.found.value
+        return None if value is None else TableCell(goal_figure(goal, value), value)
 
     def interval(goal: Goal) -> str | None:
-        if goal.speed is None or goal.speed.low is None or goal.speed.high is None:
-            return None
-        return f"{goal_figure(goal, goal.speed.low)} – {goal_figure(goal, goal.speed.high)}"
+        ends = goal.found and goal.found.ends
+        return " – ".join(goal_figure(goal, end) for end in ends) if ends else None
+
+    def blocks(goal: Goal) -> TableCell:
+        speeds = goal.speed.blocks if goal.speed else 0
+        return counted(goal.accuracy.seeds if goal.accuracy else speeds, None)
 
     def verdict(goal: Goal) -> TableCell:
         is_judged = goal.is_finished and not (goal.differences or goal.ranks_per_gpu)
@@ -407,11 +522,11 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
     columns = (
         *([question] if len(reports) > 1 else []),
         *([place] if len(places) > 1 else []),
-        Column("sides", lambda goal: goal.name.replace(":", " / "), is_number=False),
+        Column("sides", goal_sides, is_number=False),
         Column("goal", lambda goal: f"≥ {goal_figure(goal, goal.least)}"),
         Column("found", found),
         Column("interval", interval),
-        Column("blocks", lambda goal: counted(goal.speed.blocks if goal.speed else 0, None)),
+        Column("blocks", blocks),
         Column("verdict", verdict, is_number=False),
     )
     note = (
@@ -419,6 +534,11 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
         "neither reached nor missed, but at most 2 % below the goal; for a ratio, also at most "
         "half as far below it as the goal is from 1."
     )
+    if any(goal.accuracy for goal in goals):
+        note += (
+            " Or the difference of two sides' final top-1, first − second in percentage points, "
+            "over the seeds of whole runs."
+        )
     family = max((goal.family for goal in goals), default=1)
     if family > 1:
         note += (

@@ -476,6 +476,35 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             identifies=True,
         ),
     ] = {}
+    target_top1: Annotated[
+        Annotated[float, Meta(gt=0, le=100)] | None,
+        flag(
+            "of whole runs with several seeds: also judge how soon each configuration reaches this "
+            "validation top-1. The trainers' --desired-acc ends the trainings there; with this "
+            "they go on to their end, so that their final accuracies can be compared, too",
+            "PERCENT",
+            identifies=True,
+        ),
+    ] = None
+    top1_goals: Annotated[
+        dict[str, Annotated[float, Meta(gt=-100, lt=100)]],
+        flag(
+            "of whole runs with several seeds: the least difference of final top-1, first minus "
+            "second in percentage points, that a pair must reach, as in --top1-goals "
+            "fp16:fp32=-0.2, which allows fp16 to lose 0.2; the pair is one of the pairs to judge",
+            "FIRST:SECOND=POINTS",
+            identifies=True,
+        ),
+    ] = {}
+    top1_margin: Annotated[
+        Annotated[float, Meta(gt=0, le=100)],
+        flag(
+            "of whole runs with several seeds: call two final accuracies equal if the interval "
+            "shows that they differ by less than so many percentage points of top-1 (default: 0.2)",
+            "POINTS",
+            identifies=True,
+        ),
+    ] = 0.2
     seed: Annotated[
         Whole,
         flag(
@@ -605,6 +634,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             return [*((name, f"{name}-again") for name in self.configurations), *delayed]
         with_goals = [(a, b) for a, _, b in (key.partition(":") for key in self.goals) if b]
         asked = [*dict.fromkeys((*self.judged_pairs, *with_goals))]
+        for key in self.top1_goals:  # of two goals for both directions one pair
+            a, _, b = key.partition(":")
+            asked += [(a, b)] if {(a, b), (b, a)}.isdisjoint(asked) else []
         return asked or [(first, other) for other in others]
 
     def margin_of(self, pair: tuple[str, str]) -> float:

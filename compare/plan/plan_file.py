@@ -62,6 +62,7 @@ OF_GLOBAL_BATCH = {
     "warmup_method": "--global-batch-size needs a linear one, and sets it",
 }
 # Fields that cannot be combined with a user's own scripts.
+OF_SEEDS = ("target_top1", "top1_goals", "top1_margin")
 OF_TRAINERS = (
     "configuration",
     "workers",
@@ -70,6 +71,7 @@ OF_TRAINERS = (
     "trainer_arguments",
     "measure",
     "full_runs",
+    *OF_SEEDS,
     "no_phases",
 )
 FIELD_OF = {field.name: field for field in FIELDS}
@@ -273,6 +275,12 @@ def check_names(plan: Plan) -> None:
             raise UserError(f"--goals {key}: name two sides, or one side for its own speed")
         if plan.null:
             raise UserError(f"--goals {key}: a null test judges no goals; leave --null or it out")
+    for key in plan.top1_goals:
+        first, _, second = key.partition(":")
+        for name in (first, second):
+            check_known(f"--top1-goals {key}:", name, plan.configurations)
+        if first == second:
+            raise UserError(f"--top1-goals {key}: name two sides")
     for key in plan.margins:
         check_known("--margins", key, [":".join(pair) for pair in plan.pairs()])
     for first, second in plan.judged_pairs:
@@ -319,10 +327,29 @@ def check_measuring(plan: Plan) -> None:
             f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
             "--blocks instead"
         )
+    check_accuracy(plan)
     if (plan.global_batch_size is None) != (plan.global_learning_rate is None):
         raise UserError(
             "--global-batch-size and --global-learning-rate: give both. In strong scaling any "
             "number of workers shares one global batch and trains with one global rate"
+        )
+
+
+def check_accuracy(plan: Plan) -> None:
+    """Check that the fields on accuracy have an effect: several whole runs of each configuration,
+    and one accuracy to reach."""
+    seeds, default = plan.full_runs if plan.measure == "turns" else plan.blocks, Plan()
+    given = [name for name in OF_SEEDS if getattr(plan, name) != getattr(default, name)]
+    for name in given if plan.null or (seeds is not None and seeds < 2) else ():
+        raise UserError(
+            f"{flag_of(FIELD_OF[name])}: needs whole runs of different configurations with several "
+            "seeds; give --measure runs --blocks 5, or --full-runs 5, and no --null"
+        )
+    ends_early = any("desired_acc" in given_flags(words) for words in plan.flag_lists)
+    for name in given if ends_early else ():
+        raise UserError(
+            f"{flag_of(FIELD_OF[name])}: the trainers' --desired-acc ends the trainings where they "
+            "reach an accuracy, so their final accuracies say nothing; leave one of them out"
         )
 
 

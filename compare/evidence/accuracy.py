@@ -1,0 +1,444 @@
+"""Accuracy over seeds: how accurate whole trainings became, how soon they reached an accuracy, and
+how far two configurations differ in both.
+
+Each block of whole runs has a seed of its own, with which all its configurations train. They are
+compared within each block, paired by seed, also if their trainings differ (fp16 on the wire against
+fp32). Pairs are right however much two trainings of one seed have in common. Were they independent,
+pairs would only cost degrees of freedom: n - 1 in place of 2 n - 2. Two independent samples would
+be too wide where seeds have something in common, and too narrow where the opposite is true.
+docs/statistics.md reports the simulations; tests/test_compare_accuracy.py repeats them.
+
+Where both sides of a pair computed the same weights, bit by bit, their accuracies are equal in each
+seed, and nothing is to be tested. Only their times differ.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+from scipy.special import chdtri, nctdtr, ndtri
+
+from compare.evidence.group import Group
+from compare.evidence.judgement import Finding, find, holm
+from compare.evidence.paired import (
+    CONFIDENCE,
+    MIN_BLOCKS,
+    Estimate,
+    estimate_logs,
+    p_error_beyond,
+    student_quantile,
+)
+from compare.evidence.record import Record
+from compare.evidence.rows import Row, cell_fields, cells_of
+from compare.evidence.runs import RunRecord
+from compare.evidence.verdicts import NotReached, Verdict, equal_weights
+from compare.evidence.verdicts import decided as decided_by_speed
+
+SIZES = (0.5, 0.2, 0.1)  # differences of top-1, in points, for which the seeds needed are told
+IDENTICAL, UNEQUAL = "identical", ("higher", "lower")  # decisions
+POWER = 0.8  # probability with which so many seeds show such a difference
+
+
+# ------------------------------------------------------------------------------ the cells, by seed
+
+
+def has_seeds(record: Record) -> bool:
+    """Return whether a comparison repeats whole trainings with several seeds. A null test asks
+    something else."""
+    return record.plan.run_blocks > 1 and not record.plan.null
+
+
+def target_of(group: Group) -> float | None:
+    """Return the top-1 whose time is compared, percent: the plan's, or that at which --desired-acc
+    ended the trainings; None if there is none."""
+    if group.plan.target_top1 is not None:
+        return group.plan.target_top1
+    return ended_at(group)
+
+
+def ended_at(group: Group) -> float | None:
+    """Return the --desired-acc of all trainings, percent; None if they have none in common."""
+    desired = {run.config.flags.get("desired_acc") for run in group.complete}
+    return desired.pop() if len(desired) == 1 else None
+
+
+def not_reached(record: Record) -> list[NotReached]:
+    """Return the complete trainings that never reached the accuracy whose time is compared."""
+    return [
+        NotReached(
+            *group.place,
+            run.block,
+            run.config.seed,
+            run.configuration,
+            target,
+            max(line.top1 for line in run.evaluations),
+            run.epochs_at(run.evaluations[-1]),
+            run.evaluations[-1].train_seconds_so_far,
+        )
+        for group in (record.groups if has_seeds(record) else ())
+        for target in [target_of(group)]
+        for run in group.complete
+        if target is not None and run.has_accuracy and run.first_to_reach(target) is None
+    ]
+
+
+def accuracy_rows(record: Record) -> list[Row]:
+    """Return how accurate the trainings of each cell became over their seeds:
+
+    top1: of the last evaluation, percent: median, lowest and highest; deviation: its standard
+    deviation, points, None of one seed; target, percent; reached: the seeds that reached it;
+    epochs_to_target, seconds_to_target: median, lowest and highest over all seeds, where a training
+    that did not reach it counts as infinite (None without a target); seeds.
+    """
+    rows = []
+    for group, name in cells_of(record) if has_seeds(record) else ():
+        runs = [run for run in group.complete_runs(name) if run.has_accuracy]
+        if not runs:
+            continue
+        target, top1 = target_of(group), [run.evaluations[-1].top1 for run in runs]
+        to_target = [to_reach(run, target) for run in runs] if target is not None else []
+        rows.append(
+            {
+                **cell_fields(group, name),
+                "top1": median_and_range(top1),
+                "deviation": stdev(top1) if len(top1) > 1 else None,
+                "target": target,
+                "reached": sum(math.isfinite(found.seconds) for found in to_target),
+                "epochs_to_target": median_and_range([found.epochs for found in to_target]),
+                "seconds_to_target": median_and_range([found.seconds for found in to_target]),
+                "seeds": len(runs),
+                "are_disturbed": any(run.is_disturbed for run in runs),
+            }
+        )
+    return rows
+
+
+class ToReach(NamedTuple):
+    """What a training needed to reach an accuracy; infinite if it did not."""
+
+    epochs: float
+    seconds: float  # on the training clock, evaluations included
+
+
+def to_reach(run: RunRecord, top1: float) -> ToReach:
+    """Return what a training needed until an evaluation first showed this top-1, percent."""
+    line = run.first_to_reach(top1)
+    if line is None:
+        return ToReach(math.inf, math.inf)
+    return ToReach(run.epochs_at(line), line.train_seconds_so_far)
+
+
+def median_and_range(values: Sequence[float]) -> tuple[float, float, float] | None:
+    """Return the median, the lowest and the highest of some values; None of none."""
+    return (median(values), min(values), max(values)) if values else None
+
+
+# ---------------------------------------------------------------------------- the time to accuracy
+
+
+class Pair(NamedTuple):
+    """The trainings of two configurations with one seed."""
+
+    first: RunRecord
+    second: RunRecord
+
+
+def pairs_of(group: Group, pair: tuple[str, str]) -> list[Pair]:
+    """Return the trainings of two configurations that both completed, seed by seed."""
+    first, second = (
+        {run.block: run for run in group.complete_runs(name) if run.has_accuracy} for name in pair
+    )
+    return [Pair(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
+
+
+def is_bit_equal(group: Group, pair: tuple[str, str]) -> bool:
+    """Return whether two configurations ended with bit-equal weights and one accuracy in each
+    seed."""
+    equal = equal_weights(group, pair)
+    accuracies = [{run.evaluations[-1].top1 for run in both} for both in pairs_of(group, pair)]
+    return bool(equal) and all(equal) and all(len(both) == 1 for both in accuracies)
+
+
+def judge_times(record: Record, labels: Mapping[str, str]) -> list[Verdict]:
+    """Return a verdict on the times to the accuracy for each group that has one, and each pair of
+    configurations."""
+    return decided_by_speed(
+        [
+            judge_time(record, group, pair, target, labels)
+            for group in (record.groups if has_seeds(record) else ())
+            for target in [target_of(group)]
+            if target is not None
+            for pair in record.plan.pairs()
+        ]
+    )
+
+
+def judge_time(
+    record: Record,
+    group: Group,
+    pair: tuple[str, str],
+    target: float,
+    labels: Mapping[str, str],
+) -> Verdict:
+    """Compare the times that two configurations needed to reach an accuracy."""
+    first, second = pair
+    finding = find(record, group, {first: 1, second: -1})
+    speed = None
+    if not (finding.differences or finding.ranks_per_gpu):
+        seconds = [
+            (to_reach(of_first, target).seconds, to_reach(of_second, target).seconds)
+            for of_first, of_second in pairs_of(group, pair)
+        ]
+        speed = time_ratio(seconds, is_bit_equal(group, pair), record.confidence)
+    return Verdict(
+        **vars(replace(finding, speed=speed)),
+        first=first,
+        second=second,
+        first_label=labels[first],
+        second_label=labels[second],
+        margin=record.plan.margin_of(pair),
+        target_top1=target,
+        unreached=tuple(
+            one
+            for one in not_reached(record)
+            if (one.case, one.workers) == group.place and one.configuration in pair
+        ),
+    )
+
+
+def time_ratio(
+    seconds: Sequence[tuple[float, float]], is_equal: bool, confidence: float = CONFIDENCE
+) -> Estimate | None:
+    """Return how many times as fast the first one reached an accuracy: time of the second / time of
+    the first, from both times of each seed. None if they do not tell it.
+
+    A training that did not reach it has no time, only a lower bound: here it is infinite. Where
+    both are the same training bit by bit (`is_equal`), it is missing on both sides whatever their
+    speeds, and the other seeds tell the ratio. Where they differ there is no ratio at all: the
+    other seeds are those that learnt well on both sides, and dropping the rest would favour the
+    side that fails.
+    """
+    reached = [both for both in seconds if all(map(math.isfinite, both))]
+    if not reached or not (is_equal or len(reached) == len(seconds)):
+        return None
+    return estimate_logs([math.log(second / first) for first, second in reached], confidence)
+
+
+# ------------------------------------------------------------------------------ the final accuracy
+
+
+@dataclass(frozen=True)
+class PointDifference:
+    """Top-1 of the first minus that of the second, in percentage points, as the mean over seeds
+    with its interval: Student's t on the seeds' differences (Biometrika 6, 1908)."""
+
+    mean: float
+    half_width: float | None  # of the interval; None: fewer than MIN_BLOCKS seeds
+    values: tuple[float, ...]  # seed by seed
+    error: float = 0.0  # standard error of the mean
+    confidence: float = CONFIDENCE
+
+    @property
+    def degrees(self) -> int:
+        return len(self.values) - 1
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The ends of the interval; None without one."""
+        half = self.half_width
+        return None if half is None else (self.mean - half, self.mean + half)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a seed's difference."""
+        return self.error * math.sqrt(len(self.values))
+
+    def p_difference(self, value: float = 0) -> float:
+        """Return the two-sided p-value of the hypothesis that the true difference is `value`: by
+        default, that both are equally accurate."""
+        return 2 * p_error_beyond(abs(self.mean - value), self.error, self.degrees)
+
+    def p_equality(self, margin: float) -> float:
+        """Return the p-value of the hypothesis that they differ by at least `margin` points, by two
+        one-sided tests (Schuirmann 1987)."""
+        return p_error_beyond(margin - abs(self.mean), self.error, self.degrees)
+
+
+def point_difference(
+    values: Sequence[float], image: float, confidence: float = CONFIDENCE
+) -> PointDifference:
+    """Estimate a difference of top-1 from those of some seeds, in points.
+
+    `image`: by how many points one validation image changes top-1. Few seeds may agree because
+    accuracies have such steps. So the standard error is at least the one of seeds that all agree
+    but for one, by one image.
+    """
+    center, number = fmean(values), len(values)
+    if number < MIN_BLOCKS:
+        return PointDifference(center, None, tuple(values), confidence=confidence)
+    error = max(stdev(values) / math.sqrt(number), image / number)
+    half = student_quantile(confidence, number - 1) * error
+    return PointDifference(center, half, tuple(values), error, confidence)
+
+
+class SeedsNeeded(NamedTuple):
+    """How many seeds show a difference of top-1: by the standard deviation as it was measured, and
+    by the ends of its interval."""
+
+    points: float
+    seeds: int
+    fewest: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Power:
+    """How far the difference of two trainings with one seed varies, and what follows from it."""
+
+    deviation: float  # points
+    low: float  # ends of its interval
+    high: float
+    needed: tuple[SeedsNeeded, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyVerdict(Finding):
+    """The verdict on the final top-1 of two configurations, in one case at one number of workers.
+    `speed` is not used."""
+
+    first: str
+    second: str
+    first_label: str
+    second_label: str
+    margin: float  # largest difference that counts as equal, points
+    seeds: int  # that both completed
+    ended_at: float | None  # --desired-acc, percent: final accuracies then say nothing
+    is_bit_equal: bool
+    points: PointDifference | None
+    power: Power | None
+    decision: str = "undecided"  # or "identical", "equal", "higher", "lower"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both are the same training with each seed, bit by bit: then the difference is
+        exactly 0, and there is nothing to test."""
+        return self.is_bit_equal and not self.differences
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a test may decide it."""
+        has_interval = self.points is not None and self.points.half_width is not None
+        return has_interval and self.is_finished and not self.differences and not self.is_exact
+
+
+def judge_accuracies(record: Record, labels: Mapping[str, str]) -> list[AccuracyVerdict]:
+    """Return a verdict on the final top-1 for each group and pair of configurations whose trainings
+    were repeated with several seeds."""
+    return decided(
+        [
+            judge_accuracy(record, group, pair, labels)
+            for group in (record.groups if has_seeds(record) else ())
+            for pair in record.plan.pairs()
+            if pairs_of(group, pair)
+        ],
+        1 - record.confidence,
+    )
+
+
+def judge_accuracy(
+    record: Record, group: Group, pair: tuple[str, str], labels: Mapping[str, str]
+) -> AccuracyVerdict:
+    """Compare the final accuracies of two configurations over the seeds that both completed."""
+    first, second = pair
+    finding = find(record, group, {first: 1, second: -1})
+    ends = [[run.evaluations[-1] for run in both] for both in pairs_of(group, pair)]
+    ended, is_equal = ended_at(group), is_bit_equal(group, pair)
+    points = found_power = None
+    if ends and not finding.differences:
+        image = 100 / max(1, ends[0][0].num_images)
+        points = point_difference([a.top1 - b.top1 for a, b in ends], image, record.confidence)
+        deviation = points.deviation
+        if is_equal and len(ends) > 1:
+            # Another training, with other weights, would have as much scatter of its own.
+            of_seeds = max(stdev([a.top1 for a, _ in ends]), image / math.sqrt(len(ends)))
+            deviation = math.sqrt(2) * of_seeds
+        if len(ends) >= MIN_BLOCKS and ended is None:
+            found_power = power_of(deviation, points.degrees)
+    return AccuracyVerdict(
+        **vars(replace(finding, speed=None)),
+        first=first,
+        second=second,
+        first_label=labels[first],
+        second_label=labels[second],
+        margin=record.plan.top1_margin,
+        seeds=len(ends),
+        ended_at=ended,
+        is_bit_equal=is_equal,
+        points=points if ended is None or is_equal else None,
+        power=found_power,
+    )
+
+
+def decided(verdicts: Sequence[AccuracyVerdict], error: float) -> list[AccuracyVerdict]:
+    """Return the verdicts with their decisions, as `verdicts.decided` makes them of speeds: in all
+    together the probability of any false "higher" or "lower" is at most `error`, and so is that of
+    any false "equal"."""
+    judged = {i: one.points for i, one in enumerate(verdicts) if one.is_judged and one.points}
+    unequal = holm({i: points.p_difference() for i, points in judged.items()}, error)
+    equal = holm(
+        {i: points.p_equality(verdicts[i].margin) for i, points in judged.items()}, error / 2
+    )
+    with_decisions = []
+    for index, verdict in enumerate(verdicts):
+        decision = verdict.decision
+        if verdict.is_exact:
+            decision = IDENTICAL
+        elif index in equal:
+            decision = "equal"
+        elif index in unequal:
+            decision = "higher" if judged[index].mean > 0 else "lower"
+        with_decisions.append(replace(verdict, decision=decision, family=len(judged) or 1))
+    return with_decisions
+
+
+# --------------------------------------------------------------------------------- how many seeds
+
+
+def power_of(deviation: float, degrees: int) -> Power:
+    """Return how many seeds show differences of SIZES if a seed's difference varies by this
+    standard deviation, > 0 points, which was estimated with so many degrees of freedom."""
+    low, high = deviation_interval(deviation, degrees)
+    needed = tuple(
+        SeedsNeeded(size, *(seeds_to_show(size, one) for one in (deviation, low, high)))
+        for size in SIZES
+    )
+    return Power(deviation, low, high, needed)
+
+
+def deviation_interval(deviation: float, degrees: int) -> tuple[float, float]:
+    """Return the interval of a standard deviation that was estimated from values with a normal
+    distribution: degrees x (estimated / true variance) is a chi-square variable (Helmert 1876)."""
+    ends = [chdtri(degrees, 0.5 + side * CONFIDENCE / 2) for side in (-1, 1)]
+    low, high = (deviation * math.sqrt(degrees / end) for end in ends)
+    return low, high
+
+
+def seeds_to_show(size: float, deviation: float) -> int:
+    """Return the least number of seeds, at least MIN_BLOCKS, with which Student's paired test shows
+    a true difference of `size` points with a probability of POWER, if a seed's difference varies by
+    `deviation`."""
+    # By the normal distribution, which asks for less than Student's.
+    normal = (ndtri(0.5 + CONFIDENCE / 2) + ndtri(POWER)) * deviation / size
+    least = max(MIN_BLOCKS, math.ceil(normal**2))
+    return next(n for n in itertools.count(least) if power(size, deviation, n) >= POWER)
+
+
+def power(size: float, deviation: float, seeds: int) -> float:
+    """Return the probability that Student's paired test shows a true difference of `size` with the
+    right sign: t has a noncentral distribution (Owen, Journal of the American Statistical
+    Association 60, 1965)."""
+    degrees, shift = seeds - 1, size / deviation * math.sqrt(seeds)
+    return 1 - float(nctdtr(degrees, shift, student_quantile(CONFIDENCE, degrees)))

@@ -1,0 +1,66 @@
+"""Findings on accuracy in sentences."""
+
+import math
+
+from compare.evidence.accuracy import AccuracyVerdict
+from compare.evidence.paired import MIN_BLOCKS
+from compare.evidence.verdicts import NotReached
+from compare.evidence.words import count, place_text, points_text
+from compare.page.sentences import said
+
+CLAIMS = {
+    "identical": "{both} ended with the same top-1 in each of {seeds}, as their weights are "
+    "identical: there is nothing to test",
+    "equal": "{both} are equally accurate within {bound:.2f} points of top-1",
+    "higher": "{first} ended {mean:.2f} points of top-1 above {second}",
+    "lower": "{second} ended {mean:.2f} points of top-1 above {first}",
+    "undecided": "it is undecided whether {both} are equally accurate",
+}
+
+
+def accuracy_claim(verdict: AccuracyVerdict) -> str:
+    """Return a verdict on accuracy in words, with the labels of both sides."""
+    both, points = f"{verdict.first_label} and {verdict.second_label}", verdict.points
+    if verdict.differences:
+        return f"no verdict on the accuracy of {both}: the runs differ in more than the plan varies"
+    if verdict.ended_at is not None and not verdict.is_exact:
+        return (
+            f"the final accuracies of {both} are not compared: each training ended when it had "
+            f"reached {verdict.ended_at:g} % (--desired-acc)"
+        )
+    assert points is not None
+    if not verdict.is_exact and points.half_width is None:
+        return f"nothing is decided on the accuracy of {both}: an interval needs {MIN_BLOCKS} seeds"
+    if not verdict.is_exact and not verdict.is_finished:
+        return f"nothing is decided on the accuracy of {both} yet"
+    return CLAIMS[verdict.decision].format(
+        both=both,
+        first=verdict.first_label,
+        second=verdict.second_label,
+        seeds=count(verdict.seeds, "seed"),
+        mean=abs(points.mean),
+        bound=math.ceil(100 * (abs(points.mean) + (points.half_width or 0)) - 1e-9) / 100,
+    )
+
+
+def accuracy_sentence(verdict: AccuracyVerdict) -> str:
+    """Return a verdict on accuracy as a sentence with its figures."""
+    text, points = accuracy_claim(verdict), verdict.points
+    if points is not None and points.ends and not verdict.is_exact:
+        low, high = points.ends
+        text += (
+            f" ({verdict.first_label} − {verdict.second_label}: {points_text(points.mean)} points, "
+            f"{100 * points.confidence:.4g} % interval {points_text(low)} to {points_text(high)}, "
+            f"{count(verdict.seeds, 'seed')}, paired; equal means within {verdict.margin:g})"
+        )
+    return said(verdict, text)
+
+
+def not_reached_text(run: NotReached) -> str:
+    """Say how far a training came that did not reach the accuracy."""
+    best = math.floor(100 * run.best_top1) / 100  # never rounded up to the accuracy
+    return (
+        f"{place_text(run.case, run.workers)}, block {run.block}, seed {run.seed}: "
+        f"{run.configuration} did not reach {run.target:g} % in {run.epochs:.3g} epochs (at most "
+        f"{best:.2f} %): its time to it is more than {run.seconds:,.3g} s"
+    )
