@@ -38,7 +38,8 @@ from recipe.files import replace_file
 from recipe.record.schema import rate_text
 from recipe.settings.presets import PRESETS, preset
 
-IMAGENET = 1_281_167
+# The training images of the data sets for which there are presets, by their --data; "": ImageNet.
+TRAINING_IMAGES = {"": 1_281_167, "digits": 1_438, "fashion-mnist": 60_000}
 # Published efficiencies that the model exceeds, and all published ones (tests check both numbers).
 ABOVE_PUBLISHED = 7, 7
 # From the recorded check; a test compares its table with this text.
@@ -74,7 +75,7 @@ class Forecast:
     price_per_node_hour: float = 0.0  # Price of a host for an hour, in any currency.
     # The training whose time and cost are shown. Default: that of the runs.
     preset: str | None = None
-    # Images per epoch. Default: 1,281,167 with a preset of ImageNet, else those of the runs.
+    # Images per epoch. Default: those of the preset's data set, or of the runs.
     images: int | None = None
     # Number of epochs. Default: that of the preset, or of the runs.
     epochs: float | None = None
@@ -171,7 +172,7 @@ def training_of(settings: Forecast, runs: Sequence[MeasuredRun]) -> Forecast:
                 f"but these runs on {', '.join(map(str, others))}, so they say nothing about its "
                 "time. Measure runs of that size, or leave --preset out"
             )
-        images, epochs = images if recipe.data else IMAGENET, float(recipe.epochs)
+        images, epochs = TRAINING_IMAGES[recipe.data], float(recipe.epochs)
     return replace(settings, images=settings.images or images, epochs=settings.epochs or epochs)
 
 

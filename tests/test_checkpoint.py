@@ -47,6 +47,7 @@ from recipe.record.checkpoint import (
     contents_of,
     finish_checkpoint,
     keep_checkpoint,
+    load_state,
     load_weights,
     mark_best,
     save_checkpoint,
@@ -1027,15 +1028,20 @@ def test_weights_of_other_classes_need_a_new_head(is_exported: bool, tmp_path: P
         contents.pop("classes", None)
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("is_exported", [False, True])
 def test_weights_of_pixels_normalised_in_another_way_are_warned_of(
-    is_exported: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    is_exported: bool, is_old: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An old checkpoint does not say how: as ImageNet's."""
     file, checkpoint = tmp_path / "w.safetensors", tmp_path / "c.pt"
     config = replace(CONFIG, arch="resnet10", weights=str(file if is_exported else checkpoint))
     model = build_model(config, 3, download=False)
     parts = replace(trainables(), model=model, ema=None)
-    save_checkpoint(checkpoint, contents_of(parts, PROGRESS, config, CATS))
+    contents = contents_of(parts, PROGRESS, config, CATS)
+    if is_old:
+        del contents["config"]["image_mean"], contents["config"]["image_std"]
+    save_checkpoint(checkpoint, contents)
     assert export.main([str(checkpoint), str(file)]) == 0
     capsys.readouterr()
     load_weights(model, config, CATS)
@@ -1046,6 +1052,35 @@ def test_weights_of_pixels_normalised_in_another_way_are_warned_of(
         r"0.3 0.3 0.3\n",
         capsys.readouterr().out,
     )
+
+
+def test_exported_weights_that_do_not_say_how_pixels_were_normalised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that were exported before the settings were added."""
+    file = tmp_path / "w.safetensors"
+    config = replace(CONFIG, arch="resnet10", weights=str(file))
+    model = build_model(config, 3, download=False)
+    metadata = {"format": "pt", "arch": "resnet10", "step": "3", "weights": "model"}
+    file.write_bytes(save(model.state_dict(), metadata))
+    load_weights(model, config, CATS)
+    assert capsys.readouterr().out == ""
+    load_weights(model, replace(config, image_mean=(0.3, 0.3, 0.3)), CATS)
+    assert "was trained with --image-mean 0.485 0.456 0.406, and" in capsys.readouterr().out
+
+
+def test_weights_of_another_stem_name_its_flag() -> None:
+    config = replace(CONFIG, arch="resnet10")
+    ours, small, wider = (
+        build_model(replace(config, **others), classes, download=False)
+        for others, classes in (({}, 3), ({"small_stem": True}, 3), ({}, 4))
+    )
+    with pytest.raises(UserError, match=r"conv1\.weight is .*; check --arch, --small-stem and the"):
+        load_state(ours, small.state_dict(), "w.pt")
+    with pytest.raises(
+        UserError, match=r"fc\.weight is .*; check --arch and the number of classes"
+    ):
+        load_state(ours, wider.state_dict(), "w.pt")
 
 
 @pytest.mark.parametrize(
@@ -1170,6 +1205,7 @@ def test_the_better_weights_come_back(
         assert set(file.keys()) == set(TinyNet().state_dict())
         told = {"format": "pt", "arch": "tiny", "step": "3", "weights": whose, "classes": "[]"}
         told |= {"image_mean": "[0.485, 0.456, 0.406]", "image_std": "[0.229, 0.224, 0.225]"}
+        told |= {"small_stem": "false", "blur_pool": "false"}
         assert file.metadata() == told
 
 

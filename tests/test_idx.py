@@ -2,6 +2,7 @@
 if they are installed."""
 
 import gzip
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from launching import BIN, launch, losses, read_json, read_lines, run
 from making import CPU, a_config, a_world, folder_config
 from needs import needs_fashion_mnist
 
-from recipe.data import idx
+from recipe.data import idx, prepare
 from recipe.data.batches import data_order_sha256, open_data, training_batches
 from recipe.data.decoding import decode
 from recipe.data.idx import FASHION_NAMES, find_idx, open_idx, read_idx
@@ -76,11 +77,32 @@ def test_packed_and_unpacked_files_are_the_same(tmp_path: Path) -> None:
     assert np.array_equal(packed.paths, unpacked.paths)
 
 
+def test_folders_and_hidden_files_with_such_names_are_passed_over(tmp_path: Path) -> None:
+    """Kaggle's MNIST has each file twice: as itself, and in a folder of nearly the same name. macOS
+    adds hidden files to archives."""
+    for file in sorted(write_idx(tmp_path).iterdir()):
+        name = file.name.removesuffix(".gz")
+        unpacked = file.with_name(name.replace("-idx", ".idx"))
+        unpacked.write_bytes(gzip.decompress(file.read_bytes()))
+        file.with_name(name).mkdir()
+        shutil.copy(unpacked, file.with_name(name))
+        file.with_name(f"._{file.name}").write_bytes(b"notes")
+        file.unlink()
+    files = find_idx(tmp_path)
+    assert files.prefix == ""
+    assert {path.name for path in files.files.values()} == {
+        f"{part}-{kind}-ubyte"
+        for part in ("train", "t10k")
+        for kind in ("images.idx3", "labels.idx1")
+    }
+    assert np.array_equal(read_idx(files.files["train", "images"], 3), PIXELS)
+
+
 def test_letters_of_emnist(tmp_path: Path) -> None:
     """Their labels begin at 1, a table names them, and their images lie on their side."""
     prefix = "emnist-letters-"
     write_idx(tmp_path, labels=LABELS + 1, prefix=prefix, val="test")
-    (tmp_path / f"{prefix}mapping.txt").write_text("1 65 97\n2 66 98\n3 67 99\n")
+    (tmp_path / f"{prefix}mapping.txt").write_text("1 65 97\n2 66 98\n3 67 99\n\n \n")
     write_idx(tmp_path, prefix="emnist-digits-", val="test")
     with pytest.raises(UserError, match="2 data sets; choose one with --prefix 'emnist-digits-', "):
         find_idx(tmp_path)
@@ -89,6 +111,11 @@ def test_letters_of_emnist(tmp_path: Path) -> None:
     assert sorted(set(train.labels.tolist())) == [0, 1, 2]
     upright, _ = decode(train.read(0), "a")
     assert np.array_equal(upright[:, :, 0], PIXELS[1].T)
+
+
+def test_a_digit_that_is_its_own_label_has_no_other_name(tmp_path: Path) -> None:
+    (write_idx(tmp_path) / "mapping.txt").write_text("0 48\n1 49\n2 65\n")
+    assert open_idx(find_idx(tmp_path))[0].classes == ("0", "1", "2-A")
 
 
 def test_classes_keep_the_order_of_their_labels(tmp_path: Path) -> None:
@@ -140,7 +167,7 @@ def test_labels_out_of_range_are_refused(
         open_idx(find_idx(write_idx(tmp_path, labels=labels, val_labels=val_labels)))
 
 
-@pytest.mark.parametrize("text", ["1 A", "0 47", "0 46 46", "\n"])
+@pytest.mark.parametrize("text", ["1 A", "0 47", "0 46 46", "\n1 65", f"0 {2**70}"])
 def test_a_table_of_names_that_is_none(tmp_path: Path, text: str) -> None:
     """Names become folders, so none may lead out of the data set's."""
     (write_idx(tmp_path) / "mapping.txt").write_text(text)
@@ -163,12 +190,17 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
 # ---- converting ----
 
 
-def test_who_names_the_files_as_they_are_is_told_to_convert_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["-", "."])
+def test_who_names_the_files_as_they_are_is_told_to_convert_them(tmp_path: Path, mark: str) -> None:
+    for file in write_idx(tmp_path).iterdir():
+        file.rename(file.with_name(file.name.replace("-idx", f"{mark}idx")))
     with pytest.raises(UserError, match=f"{tmp_path}: holds images in IDX .* idx {tmp_path} OUT"):
-        open_data(folder_config(write_idx(tmp_path)))
+        open_data(folder_config(tmp_path))
 
 
-def test_class_folders_and_shards_hold_the_same_images(tmp_path: Path) -> None:
+def test_class_folders_and_shards_hold_the_same_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same bytes, names and order: a training on one goes on on the other."""
     source = write_idx(tmp_path / "source")
     lines = convert_idx(source, tmp_path / "folders")
@@ -177,7 +209,8 @@ def test_class_folders_and_shards_hold_the_same_images(tmp_path: Path) -> None:
     assert mean_and_std(PIXELS) == pytest.approx((mean, std))
     mean, std = f"{mean:.4f}", f"{std:.4f}"
     assert lines[2].endswith(f"--image-mean {mean} {mean} {mean} --image-std {std} {std} {std}")
-    convert_idx(source, tmp_path / "shards", shards=True, images_per_shard=5)
+    monkeypatch.setattr(prepare, "IMAGES_PER_SHARD", 5)
+    convert_idx(source, tmp_path / "shards", shards=True)
     assert (tmp_path / "shards" / "train" / "train-000002.tar").is_file()
     folders, shards = (
         open_data(folder_config(tmp_path / kind, tmp_path / "cache"))
@@ -213,6 +246,17 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_complete(
     assert len(list_images(out / "val", tmp_path / "cache")) == 12
     with pytest.raises(UserError, match="out: is there already; name a new folder"):
         convert_idx(source, out)
+
+
+def test_shards_are_not_written_among_class_folders(tmp_path: Path) -> None:
+    source, out = write_idx(tmp_path / "source"), tmp_path / "out"
+    convert_idx(source, out)
+    before = sorted(out.rglob("*"))
+    with pytest.raises(UserError, match=rf"{out}/train: holds class folders \(0, 1, 2\)\. Choose"):
+        convert_idx(source, out, shards=True)
+    assert sorted(out.rglob("*")) == before
+    shards = tmp_path / "shards"
+    assert convert_idx(source, shards, shards=True) == convert_idx(source, shards, shards=True)
 
 
 def test_the_command_says_what_it_did(tmp_path: Path) -> None:

@@ -273,17 +273,21 @@ def test_what_padding_leaves_too_small_is_refused() -> None:
         augment(picture(28, 30), a_transform(40, random_crop_padding=4), 0, 0, 0)
 
 
-def test_erasing_fills_a_rectangle_with_the_mean_color() -> None:
+@pytest.mark.parametrize(
+    ("mean", "color"),
+    [((0.485, 0.456, 0.406), [124, 116, 104]), ((0.286, 0.286, 0.286), [73, 73, 73])],
+)
+def test_erasing_fills_a_rectangle_with_the_mean_color(
+    mean: tuple[float, float, float], color: list[int]
+) -> None:
     image = Image.new("RGB", (64, 64), (255, 0, 0))
-    out = augment(image, a_transform(32, random_erase=1), 0, 0, 0)
-    color = mean_color(Config())
-    assert color == [124, 116, 104]
-    assert mean_color(Config(image_mean=(0.286, 0.286, 0.286))) == [73, 73, 73]
+    out = augment(image, a_transform(32, random_erase=1, image_mean=mean), 0, 0, 0)
+    assert mean_color(Config(image_mean=mean)) == color
     is_erased = (out == torch.tensor(color)[:, None, None]).all(dim=0)
     assert 0.01 < is_erased.float().mean() < 0.4
     assert is_erased.sum() == is_erased.any(dim=1).sum() * is_erased.any(dim=0).sum()
     assert (out[:, ~is_erased] == torch.tensor([[255], [0], [0]])).all()
-    mean_after_normalisation = (np.array(color) / 255 - [0.485, 0.456, 0.406]) / 0.225
+    mean_after_normalisation = (np.array(color) / 255 - mean) / 0.225
     assert abs(mean_after_normalisation).max() < 0.01
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT
+from making import a_config
 from records import a_summary, an_environment, edit
 from test_compare_page import browser, opened  # noqa: F401
 
@@ -39,8 +40,10 @@ from compare.prediction.model import (
     predict_step,
     simulate,
 )
+from recipe.data.batches import open_data
 from recipe.errors import UserError
 from recipe.record.schema import WARM_UP_STEPS
+from recipe.settings.presets import PRESETS, preset
 
 PHASES = {
     "data_seconds": 0.001,
@@ -254,7 +257,7 @@ def test_a_smaller_batch_shows_the_fixed_share_of_a_step(runs, capsys):
     "flags, hours",
     [
         ([], 4 * 1797 * 0.1 / 8 / 3600),
-        (["--preset", "digits", "--epochs", "7"], 7 * 1797 * 0.1 / 8 / 3600),
+        (["--preset", "digits", "--epochs", "7"], 7 * 1438 * 0.1 / 8 / 3600),
         (["--images", "1000"], 4 * 1000 * 0.1 / 8 / 3600),
     ],
 )
@@ -264,6 +267,21 @@ def test_the_command_predicts_a_training(runs, capsys, flags, hours):
     row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["1", "1"])
     assert float(row[-2].replace(",", "")) == pytest.approx(hours, rel=0.01)
     assert "Past error" in out
+
+
+def test_a_presets_training_has_the_images_of_its_data_set(tmp_path):
+    runs = read_runs(write_run(tmp_path / "run", 1, 0.1))
+    fingerprint = runs[0].summary.fingerprint
+    for name in PRESETS:
+        fingerprint["train_crop_size"] = preset(name).train_crop_size
+        if name.startswith("fashion"):
+            images = 60_000
+        elif name.startswith("digits"):
+            images = open_data(a_config(data="digits")).num_train
+        else:
+            images = 1_281_167
+        settings = predict.training_of(predict.Forecast(preset=name), runs)
+        assert (settings.images, settings.epochs) == (images, preset(name).epochs)
 
 
 def test_the_page_shows_a_line_for_each_network(browser, runs, tmp_path, capsys):  # noqa: F811

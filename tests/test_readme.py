@@ -278,5 +278,5 @@ def test_the_table_of_presets_has_all_with_their_epochs() -> None:
         for index, name in enumerate(re.findall(r"`([\w-]+)`", names))
         if name in PRESETS
     }
-    imagenet = [name for name in PRESETS if not name.startswith("digits")]
-    assert told == {name: preset(name).epochs for name in imagenet}
+    epochs = {name: preset(name).epochs for name in PRESETS if not name.startswith("digits")}
+    assert told == epochs

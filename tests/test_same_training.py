@@ -19,7 +19,7 @@ from launching import (
     train,
 )
 from making import a_config, write_digits
-from needs import needs_dali, needs_timm
+from needs import needs_dali, needs_fashion_mnist, needs_timm
 
 from recipe.data.prepare import make_shards
 from recipe.record.checkpoint import step_in_name
@@ -176,6 +176,7 @@ def test_one_rank_equals_plain_training(variant: str, trained: Trained) -> None:
 
 
 SHARDS = "--preset digits --data {shards} --workers 1"
+FASHION = "--preset fashion-quick --data fashion-mnist --workers 1"
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +217,7 @@ def cut(trained: Trained, launcher: str, engine: str, arguments: str, folder: Pa
         rarely(HOROVOD, DDP, "--optimizer adamw"),
         rarely(DDP, HOROVOD, SHARDS),
         pytest.param(HOROVOD, DDP, VARIANTS[TIMM], marks=[needs_timm, pytest.mark.full]),
+        pytest.param(DDP, HOROVOD, FASHION, marks=[needs_fashion_mnist, pytest.mark.full]),
     ],
 )
 def test_resume_in_mid_epoch_under_either_engine(

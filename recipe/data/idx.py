@@ -27,7 +27,8 @@ from recipe.errors import UserError, system_errors
 GZIP, UINT8 = b"\x1f\x8b", 8
 # MNIST's names of files, and those with a prefix: emnist-letters-test-images-idx3-ubyte.gz. Some
 # programs unpack them to names with a dot: train-images.idx3-ubyte.
-FILE_NAME = re.compile(r"(.*?)(train|t10k|test)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
+# Names that begin with a dot are a system's notes on such files.
+FILE_NAME = re.compile(r"(?!\.)(.*?)(train|t10k|test)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
 PARTS = {"train": "train", "t10k": "val", "test": "val"}
 
 # Where Debian's package dataset-fashion-mnist puts its files.
@@ -65,7 +66,8 @@ def find_idx(folder: Path, prefix: str | None = None) -> IdxFiles:
     with system_errors(folder, *UNREADABLE):
         # A packed file comes before an unpacked one, whose name is shorter, and which is used.
         for path in sorted(folder.iterdir(), key=lambda path: path.name, reverse=True):
-            if match := FILE_NAME.fullmatch(path.name):
+            # Kaggle's copy of MNIST also has a folder beside each file, with the same name.
+            if (match := FILE_NAME.fullmatch(path.name)) and path.is_file():
                 start, part, kind, _ = match.groups()
                 found.setdefault(start, {})[PARTS[part], kind] = path
     names = first_few([f"--prefix '{name}'" for name in sorted(found)], 10)
@@ -118,13 +120,26 @@ def read_idx(file: Path, num_dimensions: int) -> np.ndarray:
 
 
 def open_idx(files: IdxFiles) -> tuple[ImagesInMemory, ImagesInMemory]:
-    """Return the training and the validation images of a data set in IDX format.
+    """Return the training and the validation images of a data set in IDX format; see
+    `read_images` and `list_idx`."""
+    return list_idx(files, read_images(files))
+
+
+def read_images(files: IdxFiles) -> dict[str, np.ndarray]:
+    """Return the images of each part (train, val) as its file has them: uint8 [N, rows, columns].
+    UserError as `read_idx`."""
+    return {part: read_idx(files.files[part, "images"], 3) for part in ("train", "val")}
+
+
+def list_idx(
+    files: IdxFiles, images: dict[str, np.ndarray]
+) -> tuple[ImagesInMemory, ImagesInMemory]:
+    """Return listings of the training and the validation `images` that were read from `files`.
 
     A class is named by its label, and by its name if that is known: "0-T-shirt-top", so that the
     order of names is that of the labels. UserError if files do not fit together, or have labels
     that cannot be right.
     """
-    images = {part: read_idx(files.files[part, "images"], 3) for part in ("train", "val")}
     labels = {part: read_idx(files.files[part, "labels"], 1) for part in ("train", "val")}
     for part in ("train", "val"):
         if len(images[part]) != len(labels[part]):
@@ -168,7 +183,8 @@ def _classes(files: IdxFiles, labels: dict[str, np.ndarray]) -> dict[int, str]:
 
 def _known_names(files: IdxFiles, train_labels: np.ndarray) -> dict[int, str]:
     """Return what is known of the classes' names, by label: Fashion-MNIST's, and those in EMNIST's
-    file of a label and the codes of its characters per line, as in emnist-letters-mapping.txt."""
+    file of a label and the codes of its characters per line, as in emnist-letters-mapping.txt. A
+    digit that is its own label needs no name."""
     if hashlib.sha256(train_labels.tobytes()).hexdigest() == FASHION_LABELS_SHA256:
         return dict(enumerate(FASHION_NAMES))
     mapping = files.folder / f"{files.prefix}mapping.txt"
@@ -177,12 +193,12 @@ def _known_names(files: IdxFiles, train_labels: np.ndarray) -> dict[int, str]:
     with system_errors(mapping, *UNREADABLE):
         text = mapping.read_text(errors="replace")
     try:
-        lines = [list(map(int, line.split())) for line in text.splitlines()]
+        lines = [list(map(int, line.split())) for line in text.rstrip().splitlines()]
         names = {label: "".join(map(chr, codes)) for label, *codes in lines}
         if others := [name for name in names.values() if not name.isalnum()]:
             raise ValueError(f"{others[0]!r} is no letter or digit")
-        return names
-    except ValueError as error:
+        return {label: name for label, name in names.items() if name != str(label)}
+    except (ValueError, OverflowError) as error:
         raise UserError(
             f"{mapping}: cannot be read as EMNIST's table of labels and character codes ({error}). "
             "Copy it again, or remove it: classes are then named by their labels."

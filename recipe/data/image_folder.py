@@ -461,7 +461,7 @@ def missing_folder(root: Path) -> str:
             f"{root}: not complete yet. Run the same python -m recipe.data.prepare unpack "
             "command again."
         )
-    if any(there.glob("*-idx3-ubyte*")):
+    if any(there.glob("*idx3-ubyte*")):
         return (
             f"{there}: holds images in IDX format. Convert them with: python -m "
             f"recipe.data.prepare idx {shlex.quote(str(there))} OUT. Then train with --data OUT."

@@ -33,7 +33,7 @@ from tyro.conf import Positional
 
 from recipe.command import run_tool
 from recipe.data.decoding import ONE_SUSPECT_IN, decode, image_size, suspect
-from recipe.data.idx import find_idx, open_idx, read_idx
+from recipe.data.idx import find_idx, list_idx, read_images
 from recipe.data.image_folder import (
     CLASS_NAME,
     DAMAGE,
@@ -225,16 +225,17 @@ def convert_idx(
     out: Positional[Path],
     prefix: str | None = None,
     shards: bool = False,
-    images_per_shard: int = IMAGES_PER_SHARD,
 ) -> list[str]:
     """Convert a data set in IDX format (MNIST, Fashion-MNIST, KMNIST, EMNIST) for --data OUT.
 
     Images become PGM files of the same pixels, in class folders, or in shards with --shards. The
     classes are named by their labels, such as 0 or 07; Fashion-MNIST's and, if the file of its
     mapping is there, EMNIST's have their names, too: 9-Ankle-boot. EMNIST's images, which are
-    stored column by column, become upright. Class folders appear when they are complete.
+    stored column by column, become upright. Class folders appear when they are complete; shards
+    that are there already are kept.
 
-    UserError for files that are damaged or do not fit together, and if OUT is there already.
+    UserError for files that are damaged or do not fit together; if OUT is there already, or with
+    --shards, if it holds class folders or shards of other images.
 
     Args:
         folder: Folder with the four files as they were published, packed or unpacked.
@@ -242,21 +243,20 @@ def convert_idx(
         prefix: What the files' names begin with, if FOLDER holds several data sets, such as
             emnist-letters-.
         shards: Write shards instead of class folders.
-        images_per_shard: Images in each shard but the last one of train and of val.
     """
     files = find_idx(folder, prefix)
-    listings = dict(zip(("train", "val"), open_idx(files), strict=True))
+    images = read_images(files)
+    listings = dict(zip(("train", "val"), list_idx(files, images), strict=True))
     check_train_and_val(listings["train"], listings["val"])
     if shards:
-        lines = write_shards(listings, out, images_per_shard)
+        lines = write_shards(listings, out, IMAGES_PER_SHARD)
     else:
         _write_class_folders(listings, out)
         lines = [
             f"{out / part}: {len(listing):,} images of {len(listing.classes)} classes"
             for part, listing in listings.items()
         ]
-    pixels = read_idx(files.files["train", "images"], 3)
-    mean, std = (" ".join(3 * [f"{value:.4f}"]) for value in mean_and_std(pixels))
+    mean, std = (" ".join(3 * [f"{value:.4f}"]) for value in mean_and_std(images["train"]))
     upright = ["images were stored column by column, as in all of EMNIST, and are upright now"]
     return [
         *lines,
@@ -328,11 +328,13 @@ def make_shards(
 
 def write_shards(listings: Mapping[str, Listing], shards: Path, images_per_shard: int) -> list[str]:
     """Write the shards of the listings `train` and `val`, and return a line about each. UserError
-    if `shards` holds those of other images, or cannot be written."""
+    if `shards` holds those of other images or class folders, or cannot be written."""
     if images_per_shard < 1:
         raise UserError(f"--images-per-shard {images_per_shard}: must be at least 1")
     lines = []
     with system_errors(shards, *UNWRITABLE):
+        for part in listings:
+            _refuse_class_folders(shards / part)
         shards.mkdir(parents=True, exist_ok=True)
         with locked(shards / ".lock"):
             for part, listing in listings.items():
@@ -344,6 +346,22 @@ def write_shards(listings: Mapping[str, Listing], shards: Path, images_per_shard
                 )
         (shards / ".lock").unlink(missing_ok=True)
     return lines
+
+
+def _refuse_class_folders(folder: Path) -> None:
+    """Raise UserError if `folder`, which is to hold shards, holds class folders: with shards beside
+    them, they would no longer be read."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    names = sorted(
+        path.name
+        for path in paths
+        if path.is_dir() and not PASSED_OVER.match(os.fsencode(path.name))
+    )
+    if names:
+        raise UserError(
+            f"{folder}: holds class folders ({first_few(names)}). Choose another folder for the "
+            "shards."
+        )
 
 
 def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:

@@ -38,6 +38,8 @@ FORMAT = 1
 EXPORTED = {"arch", "step", "weights"}  # metadata of `recipe.record.export`, beside the classes
 # The settings with which pixels are normalised, which whoever uses the weights must know.
 NORMALISATION = ("image_mean", "image_std")
+# The settings that change the network of --arch.
+NETWORK = ("small_stem", "blur_pool")
 WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
@@ -313,15 +315,21 @@ def _warn_of_text_order(name: str, data: Data) -> None:
 
 def _warn_of_other_pixels(name: str, trained: Mapping[str, Any], config: Config) -> None:
     """Warn if the weights `name` were trained on images that were normalised in another way;
-    `trained` has the settings of that training, as far as they are known."""
+    `trained` has the settings of that training."""
     for setting in NORMALISATION:
-        then, now = tuple(trained.get(setting, ())), getattr(config, setting)
-        if then not in ((), now):
+        then, now = tuple(setting_in(trained, setting)), getattr(config, setting)
+        if then != now:
             print(
                 f"warning: {name}: was trained with {spelled(setting)} {written(then)}, and this "
                 f"run has {written(now)}",
                 flush=True,
             )
+
+
+def setting_in(trained: Mapping[str, Any], name: str) -> Any:
+    """Return the setting `name` of a training of ours. Older files do not have the settings that
+    were added later, whose default is what they had."""
+    return trained.get(name, getattr(Config, name))
 
 
 def _say_which(contents: Any, name: str) -> None:
@@ -430,7 +438,7 @@ def _read_safetensors(content: bytes, name: str) -> Any:
         if not EXPORTED.issubset(metadata):
             return state
         classes = json.loads(metadata.get("classes", "[]"))
-        config = {name: json.loads(metadata.get(name, "[]")) for name in NORMALISATION}
+        config = {name: json.loads(metadata[name]) for name in NORMALISATION if name in metadata}
     except (SafetensorError, ValueError) as error:
         raise UserError(f"{name}: is damaged ({first_line(error)}); fetch it again") from None
     return {"format": FORMAT, "model": state, "classes": classes, "config": config}
@@ -454,9 +462,11 @@ def load_state(
     problems += [f"has {first_few(unknown)}, which the model lacks"] if unknown else []
     problems += [first_few(shapes)] if shapes else []
     if problems:
+        has_other_stem = any(shape.startswith("conv1.weight is") for shape in shapes)
+        stem = ", --small-stem" if has_other_stem else ""
         raise UserError(
-            f"{name}: does not fit the model: {'; '.join(problems)}; check --arch and the number "
-            f"of classes{otherwise}"
+            f"{name}: does not fit the model: {'; '.join(problems)}; check --arch{stem} and the "
+            f"number of classes{otherwise}"
         )
     if empty := [key for key, value in state.items() if value.is_meta]:
         raise UserError(

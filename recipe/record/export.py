@@ -5,8 +5,8 @@
 RUN is a run's folder, whose best checkpoint (best.pt) or else last one is used; or a checkpoint
 file. If the training kept a moving average, and that did better in the evaluation after the
 checkpoint's step, the average is written. The names are the network's own; the metadata have the
-names of the classes, and the mean and standard deviation by which pixels are normalised, as JSON.
---weights reads the file, too.
+names of the classes, whether the network has --small-stem and --blur-pool, and the mean and
+standard deviation by which pixels are normalised, as JSON. --weights reads the file, too.
 """
 
 import json
@@ -21,9 +21,16 @@ from tyro.conf import Positional
 from recipe.command import run_tool
 from recipe.errors import UserError
 from recipe.files import whole_file
-from recipe.record.checkpoint import FORMAT, NORMALISATION, checkpoints_in, read_file, state_in
+from recipe.record.checkpoint import (
+    FORMAT,
+    NETWORK,
+    NORMALISATION,
+    checkpoints_in,
+    read_file,
+    setting_in,
+    state_in,
+)
 from recipe.record.folder import records
-from recipe.settings.config import Config
 
 
 def checkpoint_of(run: Path) -> Path:
@@ -68,9 +75,8 @@ def export(run: Positional[Path], file: Positional[Path]) -> list[str]:
         }
         metadata = {"format": "pt", "arch": arch, "step": str(step), "weights": whose}
         metadata["classes"] = json.dumps(checkpoint.get("classes", []))
-        for name in NORMALISATION:  # older checkpoints are ImageNet's
-            value = checkpoint["config"].get(name, getattr(Config, name))
-            metadata[name] = json.dumps(value)
+        for name in (*NETWORK, *NORMALISATION):
+            metadata[name] = json.dumps(setting_in(checkpoint["config"], name))
         with whole_file(file) as out:
             out.write(safetensors.torch.save(state, metadata))
     except OSError as error:

@@ -163,8 +163,8 @@ def comparison_keys(
 
 def sample_of_sizes(data: Data) -> list[int]:
     """Return the sizes in bytes of some image files: on another host the same names may have other
-    contents. They are so few that a network file system reports them in a second. Shards have
-    checksums instead."""
+    contents. They are so few that a network file system reports them in a second. Shards and
+    images in memory have checksums instead."""
     files = [
         listing.name(index)
         for listing in (data.train, data.val)

@@ -20,6 +20,7 @@ from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
     FORMAT,
+    NETWORK,
     NORMALISATION,
     checkpoints_in,
     first_line,
@@ -29,6 +30,7 @@ from recipe.record.checkpoint import (
     not_finite,
     other_classes,
     read_file,
+    setting_in,
     step_in_name,
     step_path,
 )
@@ -352,7 +354,7 @@ def _progress_in(checkpoint: dict[str, Any]) -> Progress:
 
 # Settings that a run must share with the run from which it resumes. (The weights do not show
 # whether a network uses --blur-pool, nor how its images were normalised.)
-SAME_WEIGHTS = ("arch", "small_stem", "blur_pool", *NORMALISATION)
+SAME_WEIGHTS = ("arch", *NETWORK, *NORMALISATION)
 SAME_TRAINING = ("optimizer", "seed", "model_ema", "augment_repeats")
 
 
@@ -365,9 +367,7 @@ def _misfits(
     names = [*SAME_WEIGHTS, *(SAME_TRAINING if not config.evaluate else ())]
     if config.model_ema:  # an evaluation needs it, too
         names.append("model_ema")
-    pairs = {
-        name: (saved.get(name, getattr(Config(), name)), getattr(config, name)) for name in names
-    }
+    pairs = {name: (setting_in(saved, name), getattr(config, name)) for name in names}
     misfits: list[tuple[Any, str]] = [
         (
             then != now,
@@ -407,7 +407,7 @@ def _misfits_of_data(
     images = checkpoint.get("data") or data.identity  # older checkpoints lack it
     order = data.identity["order_sha256"]
     known = {name: value for name, value in data.identity.items() if name in images}
-    # Contents are known only for shards.
+    # Contents are known only for shards and images in memory.
     is_changed = known != {name: images[name] for name in known} or "sha256" not in images
     then, now = (
         f"{identity['num_train']:,} training and {identity['num_val']:,} validation images"
