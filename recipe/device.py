@@ -69,7 +69,7 @@ def choose_device(config: Config, world: World) -> torch.device:
             (
                 config.batch_norm == "sync" and config.compile,
                 "--batch-norm sync: cannot be combined with --compile on the CPU, since it "
-                "exchanges sums inside a compiled block; leave --compile out",
+                "exchanges sums inside the compiled network; leave --compile out",
             ),
         )
         keep_freed_memory()

@@ -359,7 +359,8 @@ class SpeedFlags:
         "Use NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md).")
     compile: bool = work(False, help=
         "Compile the network with torch.compile, for GPUs (docs/gpu.md). This takes half a minute "
-        "or more at the start, and again for each other size of images.")
+        "or more at the start, and again for evaluation and for each other size of batches or "
+        "images.")
     wire_format: Literal[WireFormat, "auto"] = work("fp32", needs=("workers", "training"), help=
         "Number format in which gradients are sent. auto: measure both before training, at each "
         "start, and use the faster one.")
