@@ -212,9 +212,10 @@ def test_a_group_tells_how_much_its_blocks_scatter():
     assert group(0.0, rounds=1).scatter is None and group(0.0, unit="bytes").scatter is None
     by_turns = group(0.0)
     assert by_turns.estimates[first, second].degrees > 199
-    unknown = SimpleNamespace(environment=SimpleNamespace(device="cpu", torch=""))
+    alone = {"ranks_per_gpu": None}
+    unknown = SimpleNamespace(environment=SimpleNamespace(**alone, device="cpu", torch=""))
     assert replace(by_turns, sides=[unknown]).scatter is None  # a script that may use a GPU
-    on_gpu = SimpleNamespace(environment=SimpleNamespace(device="cuda", torch="2"))
+    on_gpu = SimpleNamespace(environment=SimpleNamespace(**alone, device="cuda", torch="2"))
     of_gpu = replace(by_turns, sides=[on_gpu])
     assert of_gpu.scatter is None and of_gpu.estimates[first, second].degrees == 199
     assert of_gpu.estimates[first, second].turn_error > 0  # the rule that stops needs it
