@@ -46,10 +46,11 @@ from msgspec.structs import fields, replace
 from tyro.conf import Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from compare.evidence.paired import INTERVAL, MIN_BLOCKS
+from compare.evidence.paired import INTERVAL
 from compare.evidence.record import LOCK, Record, newest_comparison, record_to_write
 from compare.evidence.stopping import MOST_STRETCH
 from compare.evidence.words import count
+from compare.plan.blocks import MIN_BLOCKS
 from compare.plan.configurations import DEFAULT_CONFIGURATIONS
 from compare.plan.environment import (
     ALLOCATIONS,

@@ -21,7 +21,6 @@ from scipy.special import stdtrit
 from compare.evidence.judgement import holm
 from compare.evidence.occasions import RECORDED_SPREAD, pool
 from compare.evidence.paired import (
-    MIN_BLOCKS,
     Estimate,
     Scatter,
     confidence_after,
@@ -38,7 +37,7 @@ from compare.evidence.stopping import (
 )
 from compare.evidence.turns import Block
 from compare.evidence.verdicts import DIFFERENT, Verdict, decided
-from compare.plan.blocks import ROUNDS
+from compare.plan.blocks import MIN_BLOCKS, ROUNDS
 from compare.plan.plan import Plan
 from compare.running.scheduler import ABLATION_EVERY
 

@@ -172,7 +172,10 @@ def test_several_comparisons_pass_if_all_do(
     assert value["gate"]["result"] == "failed" and len(value["comparisons"]) == 2
 
 
-NO_GOALS = "its plan has no goals; give run.py --goals FIRST:SECOND=RATIO."
+NO_GOALS = (
+    "its plan has no goals; give run.py --goals FIRST:SECOND=RATIO, or --top1-goals "
+    "FIRST:SECOND=POINTS."
+)
 
 
 @pytest.mark.parametrize("form", ["--json", "--markdown", "--csv"])

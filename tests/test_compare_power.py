@@ -22,7 +22,6 @@ from compare.evidence.goals import FAILED, PASSED, UNDECIDED, Goal, decided, gat
 from compare.evidence.group import Group
 from compare.evidence.paired import (
     LAUNCH_SHARE,
-    MIN_BLOCKS,
     Estimate,
     Scatter,
     estimate_logs,
@@ -30,7 +29,7 @@ from compare.evidence.paired import (
 )
 from compare.evidence.record import read_comparison
 from compare.evidence.stopping import BlockCost, cost_of, narrowest_rounds
-from compare.plan.blocks import ROUNDS
+from compare.plan.blocks import MIN_BLOCKS, ROUNDS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/ab-tests.md"

@@ -14,7 +14,7 @@ seed, and nothing is to be tested. Only their times differ.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import NamedTuple
@@ -25,17 +25,18 @@ from compare.evidence.group import Group
 from compare.evidence.judgement import Finding, find, holm
 from compare.evidence.paired import (
     CONFIDENCE,
-    MIN_BLOCKS,
     Estimate,
     estimate_logs,
     p_error_beyond,
     student_quantile,
+    with_error,
 )
 from compare.evidence.record import Record
 from compare.evidence.rows import Row, cell_fields, cells_of
 from compare.evidence.runs import RunRecord
-from compare.evidence.verdicts import NotReached, Verdict, equal_weights
+from compare.evidence.verdicts import FailedRun, NotReached, Verdict, equal_weights
 from compare.evidence.verdicts import decided as decided_by_speed
+from compare.plan.blocks import MIN_BLOCKS
 
 SIZES = (0.5, 0.2, 0.1)  # differences of top-1, in points, for which the seeds needed are told
 IDENTICAL, UNEQUAL = "identical", ("higher", "lower")  # decisions
@@ -51,18 +52,19 @@ def has_seeds(record: Record) -> bool:
     return record.plan.run_blocks > 1 and not record.plan.null
 
 
-def target_of(group: Group) -> float | None:
-    """Return the top-1 whose time is compared, percent: the plan's, or that at which --desired-acc
-    ended the trainings; None if there is none."""
+def target_of(group: Group, configurations: Collection[str]) -> float | None:
+    """Return the top-1 whose time is compared of these configurations, percent: the plan's, or that
+    at which the same --desired-acc ended all their trainings; None if there is none."""
     if group.plan.target_top1 is not None:
         return group.plan.target_top1
-    return ended_at(group)
-
-
-def ended_at(group: Group) -> float | None:
-    """Return the --desired-acc of all trainings, percent; None if they have none in common."""
-    desired = {run.config.flags.get("desired_acc") for run in group.complete}
+    desired = {run.desired_acc for run in group.complete if run.configuration in configurations}
     return desired.pop() if len(desired) == 1 else None
+
+
+def ended_at(group: Group, configurations: Collection[str]) -> tuple[float, ...]:
+    """Return each --desired-acc with which these configurations trained, percent."""
+    runs = (run for run in group.complete if run.configuration in configurations)
+    return tuple(sorted({run.desired_acc for run in runs if run.desired_acc is not None}))
 
 
 def not_reached(record: Record) -> list[NotReached]:
@@ -79,8 +81,8 @@ def not_reached(record: Record) -> list[NotReached]:
             run.evaluations[-1].train_seconds_so_far,
         )
         for group in (record.groups if has_seeds(record) else ())
-        for target in [target_of(group)]
         for run in group.complete
+        for target in [target_of(group, [run.configuration])]
         if target is not None and run.has_accuracy and run.first_to_reach(target) is None
     ]
 
@@ -98,7 +100,7 @@ def accuracy_rows(record: Record) -> list[Row]:
         runs = [run for run in group.complete_runs(name) if run.has_accuracy]
         if not runs:
             continue
-        target, top1 = target_of(group), [run.evaluations[-1].top1 for run in runs]
+        target, top1 = target_of(group, [name]), [run.evaluations[-1].top1 for run in runs]
         to_target = [to_reach(run, target) for run in runs] if target is not None else []
         rows.append(
             {
@@ -121,14 +123,18 @@ class ToReach(NamedTuple):
 
     epochs: float
     seconds: float  # on the training clock, evaluations included
+    resolution: float = 0.0  # the time since the evaluation before / `seconds`
 
 
 def to_reach(run: RunRecord, top1: float) -> ToReach:
-    """Return what a training needed until an evaluation first showed this top-1, percent."""
+    """Return what a training needed until an evaluation first showed this top-1, percent. One that
+    failed never showed it."""
     line = run.first_to_reach(top1)
     if line is None:
         return ToReach(math.inf, math.inf)
-    return ToReach(run.epochs_at(line), line.train_seconds_so_far)
+    seconds = line.train_seconds_so_far
+    before = [other.train_seconds_so_far for other in run.evaluations if other.step < line.step]
+    return ToReach(run.epochs_at(line), seconds, 1 - max(before, default=0.0) / seconds)
 
 
 def median_and_range(values: Sequence[float]) -> tuple[float, float, float] | None:
@@ -154,6 +160,41 @@ def pairs_of(group: Group, pair: tuple[str, str]) -> list[Pair]:
     return [Pair(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
 
 
+def ended_pairs(group: Group, pair: tuple[str, str]) -> list[Pair]:
+    """Return the planned trainings of two configurations that both ended, also by a failure, seed
+    by seed; none if they have no accuracies."""
+    first, second = (
+        {
+            run.block: run
+            for run in group.runs
+            if run.configuration == name and (run.has_accuracy or run.has_failed)
+        }
+        for name in pair
+    )
+    both = [Pair(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
+    return both if any(run.has_accuracy for run in group.complete) else []
+
+
+def failed_runs(group: Group, pair: tuple[str, str]) -> tuple[FailedRun, ...]:
+    """Return the planned trainings of two configurations that failed."""
+    return tuple(
+        FailedRun(run.seed, run.configuration)
+        for run in group.runs
+        if run.configuration in pair and run.has_failed
+    )
+
+
+def find_trained(record: Record, group: Group, pair: tuple[str, str]) -> Finding:
+    """Return what may be judged of the whole trainings of two configurations: nothing before all
+    that are planned have ended, also where turns measure speed."""
+    first, second = pair
+    finding = find(record, group, {first: 1, second: -1})
+    have_ended = all(
+        run.is_complete or run.has_failed for run in group.runs if run.configuration in pair
+    )
+    return replace(finding, is_finished=finding.is_finished and have_ended, speed=None)
+
+
 def is_bit_equal(group: Group, pair: tuple[str, str]) -> bool:
     """Return whether two configurations ended with bit-equal weights and one accuracy in each
     seed."""
@@ -169,9 +210,9 @@ def judge_times(record: Record, labels: Mapping[str, str]) -> list[Verdict]:
         [
             judge_time(record, group, pair, target, labels)
             for group in (record.groups if has_seeds(record) else ())
-            for target in [target_of(group)]
-            if target is not None
             for pair in record.plan.pairs()
+            for target in [target_of(group, pair)]
+            if target is not None
         ]
     )
 
@@ -185,14 +226,18 @@ def judge_time(
 ) -> Verdict:
     """Compare the times that two configurations needed to reach an accuracy."""
     first, second = pair
-    finding = find(record, group, {first: 1, second: -1})
+    finding = find_trained(record, group, pair)
     speed = None
     if not (finding.differences or finding.ranks_per_gpu):
-        seconds = [
-            (to_reach(of_first, target).seconds, to_reach(of_second, target).seconds)
-            for of_first, of_second in pairs_of(group, pair)
+        found = [
+            (to_reach(of_first, target), to_reach(of_second, target))
+            for of_first, of_second in ended_pairs(group, pair)
         ]
-        speed = time_ratio(seconds, is_bit_equal(group, pair), record.confidence)
+        speed = time_ratio(
+            [(a.seconds, b.seconds) for a, b in found],
+            None if is_bit_equal(group, pair) else resolution_of(found),
+            record.confidence,
+        )
     return Verdict(
         **vars(replace(finding, speed=speed)),
         first=first,
@@ -206,25 +251,45 @@ def judge_time(
             for one in not_reached(record)
             if (one.case, one.workers) == group.place and one.configuration in pair
         ),
+        failed=failed_runs(group, pair),
     )
 
 
+def resolution_of(found: Sequence[tuple[ToReach, ToReach]]) -> float:
+    """Return the time between two evaluations as a share of the time to the accuracy: the mean over
+    seeds, of the side where it is larger."""
+    sides = list(zip(*found, strict=True))
+    return max((fmean(one.resolution for one in of_side) for of_side in sides), default=0.0)
+
+
 def time_ratio(
-    seconds: Sequence[tuple[float, float]], is_equal: bool, confidence: float = CONFIDENCE
+    seconds: Sequence[tuple[float, float]],
+    resolution: float | None,
+    confidence: float = CONFIDENCE,
 ) -> Estimate | None:
     """Return how many times as fast the first one reached an accuracy: time of the second / time of
     the first, from both times of each seed. None if they do not tell it.
 
+    `resolution`: the time between two evaluations / the time to the accuracy; None if both are the
+    same training bit by bit, which reach it in the same evaluation with each seed. Else times have
+    steps of that size, and few seeds may agree by chance. So the standard error is at least the one
+    of seeds of which half need one evaluation more. (docs/statistics.md reports the simulation.)
+
     A training that did not reach it has no time, only a lower bound: here it is infinite. Where
-    both are the same training bit by bit (`is_equal`), it is missing on both sides whatever their
-    speeds, and the other seeds tell the ratio. Where they differ there is no ratio at all: the
+    both are the same training, it is missing on both sides whatever their speeds, and the other
+    seeds tell the ratio. Where they differ, or one side alone failed, there is no ratio at all: the
     other seeds are those that learnt well on both sides, and dropping the rest would favour the
     side that fails.
     """
     reached = [both for both in seconds if all(map(math.isfinite, both))]
-    if not reached or not (is_equal or len(reached) == len(seconds)):
+    one_sided = any(math.isfinite(first) != math.isfinite(second) for first, second in seconds)
+    if not reached or one_sided or (resolution is not None and len(reached) < len(seconds)):
         return None
-    return estimate_logs([math.log(second / first) for first, second in reached], confidence)
+    found = estimate_logs([math.log(second / first) for first, second in reached], confidence)
+    least = (resolution or 0.0) / 2 / math.sqrt(len(reached))
+    if found.low is None or found.error >= least:
+        return found
+    return with_error(found, least, found.degrees)
 
 
 # ------------------------------------------------------------------------------ the final accuracy
@@ -315,7 +380,8 @@ class AccuracyVerdict(Finding):
     second_label: str
     margin: float  # largest difference that counts as equal, points
     seeds: int  # that both completed
-    ended_at: float | None  # --desired-acc, percent: final accuracies then say nothing
+    ended_at: tuple[float, ...]  # each --desired-acc, percent: final accuracies then say nothing
+    failed: tuple[FailedRun, ...]  # the other seeds alone would favour the side that fails
     is_bit_equal: bool
     points: PointDifference | None
     power: Power | None
@@ -325,13 +391,14 @@ class AccuracyVerdict(Finding):
     def is_exact(self) -> bool:
         """Whether both are the same training with each seed, bit by bit: then the difference is
         exactly 0, and there is nothing to test."""
-        return self.is_bit_equal and not self.differences
+        return self.is_bit_equal and not self.differences and not self.failed
 
     @property
     def is_judged(self) -> bool:
         """Whether a test may decide it."""
         has_interval = self.points is not None and self.points.half_width is not None
-        return has_interval and self.is_finished and not self.differences and not self.is_exact
+        is_excluded = self.differences or self.failed or self.is_exact
+        return has_interval and self.is_finished and not is_excluded
 
 
 def judge_accuracies(record: Record, labels: Mapping[str, str]) -> list[AccuracyVerdict]:
@@ -342,7 +409,7 @@ def judge_accuracies(record: Record, labels: Mapping[str, str]) -> list[Accuracy
             judge_accuracy(record, group, pair, labels)
             for group in (record.groups if has_seeds(record) else ())
             for pair in record.plan.pairs()
-            if pairs_of(group, pair)
+            if ended_pairs(group, pair)
         ],
         1 - record.confidence,
     )
@@ -353,11 +420,12 @@ def judge_accuracy(
 ) -> AccuracyVerdict:
     """Compare the final accuracies of two configurations over the seeds that both completed."""
     first, second = pair
-    finding = find(record, group, {first: 1, second: -1})
+    finding = find_trained(record, group, pair)
     ends = [[run.evaluations[-1] for run in both] for both in pairs_of(group, pair)]
-    ended, is_equal = ended_at(group), is_bit_equal(group, pair)
+    ended, is_equal = ended_at(group, pair), is_bit_equal(group, pair)
+    failed = failed_runs(group, pair)
     points = found_power = None
-    if ends and not finding.differences:
+    if ends and not finding.differences and not failed:
         image = 100 / max(1, ends[0][0].num_images)
         points = point_difference([a.top1 - b.top1 for a, b in ends], image, record.confidence)
         deviation = points.deviation
@@ -365,10 +433,10 @@ def judge_accuracy(
             # Another training, with other weights, would have as much scatter of its own.
             of_seeds = max(stdev([a.top1 for a, _ in ends]), image / math.sqrt(len(ends)))
             deviation = math.sqrt(2) * of_seeds
-        if len(ends) >= MIN_BLOCKS and ended is None:
+        if len(ends) >= MIN_BLOCKS and not ended:
             found_power = power_of(deviation, points.degrees)
     return AccuracyVerdict(
-        **vars(replace(finding, speed=None)),
+        **vars(finding),
         first=first,
         second=second,
         first_label=labels[first],
@@ -377,7 +445,8 @@ def judge_accuracy(
         seeds=len(ends),
         ended_at=ended,
         is_bit_equal=is_equal,
-        points=points if ended is None or is_equal else None,
+        failed=failed,
+        points=points if is_equal or not ended else None,
         power=found_power,
     )
 

@@ -63,6 +63,7 @@ class Fact:
     is_of_block: bool  # each block may have its own value, as of the seed
     unvaried: tuple[tuple[str, str], ...]  # judged pairs between which the plan does not vary it
     rows: tuple[Said, ...]  # in the order of blocks
+    results: frozenset[str] = frozenset()  # configurations of which it is a result, no condition
 
     @cached_property
     def unequal_blocks(self) -> list[int]:
@@ -76,19 +77,22 @@ class Fact:
         """Two rows of one configuration whose values differ between blocks but must not; empty if
         there are none."""
         firsts: dict[str, Said] = {}
-        for row in () if self.is_of_block else self.rows:
+        conditions = (row for row in self.rows if row.configuration not in self.results)
+        for row in () if self.is_of_block else conditions:
             if row.value != (first := firsts.setdefault(row.configuration, row)).value:
                 return first, row
         return ()
 
     @cached_property
     def is_varied(self) -> bool:
-        """Return whether values differ within blocks, but only where the plan varies them."""
+        """Return whether values differ within blocks, but only where the plan varies them, or where
+        they are results of both sides."""
         values = {(row.block, row.configuration): row.value for row in self.rows}
         return bool(self.unequal_blocks) and all(
             values[block, first] == values[block, second]
             for block in self.unequal_blocks
             for first, second in self.unvaried
+            if not {first, second} <= self.results
             if (block, first) in values and (block, second) in values
         )
 
@@ -103,20 +107,26 @@ class Fact:
         return replace(self, rows=tuple(rows))
 
 
+def conditions_of(run: RunRecord) -> dict[str, Any]:
+    """Return what a run recorded of its machine, software and start, and the variables that steer
+    its engine."""
+    recorded = {
+        "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
+        for name, value in vars(run.environment).items()
+        if value is not None and name in CONDITIONS
+    }
+    return recorded | run.environment.variables
+
+
 def values_of(run: RunRecord) -> dict[str, Any]:
     """Return all values of a run that must be equal.
 
     The trainers' git commit does not count: run.py compares their sources themselves, and a commit
     to the docs between two blocks does not change the training. That of a script is only shown.
     """
-    values = run.config.flags | {
-        "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
-        for name, value in vars(run.environment).items()
-        if value is not None and name in CONDITIONS
-    }
+    values = run.config.flags | conditions_of(run)
     if run.environment.script and run.environment.git_commit:
         values[COMMIT] = run.environment.git_commit
-    values |= run.environment.variables
     if not run.is_side:
         values |= {name: getattr(run.summary, name) for name in EQUAL_IN_SUMMARY}
         values |= run.summary.fingerprint
@@ -160,8 +170,9 @@ def compare_facts(
     order = plan.names.index
     varied = {pair: varied_fields(plan, *pair) for pair in plan.pairs()}
     of_block = OF_BLOCK | MAY_CHANGE | (OF_JOB if plan.is_allocation else set())
-    is_ended = any(run.config.flags.get("desired_acc") for run in whole)
-    results = ENDED_BY_ACCURACY if is_ended else set()
+    names = {run.configuration for run in whole}
+    to_the_end = {run.configuration for run in whole if run.desired_acc is None}
+    ended_by_accuracy = frozenset(names - to_the_end)
     facts = []
     for is_of_sides, runs in ((False, whole), (True, sides)):
         in_order = sorted(runs, key=lambda run: (run.block, order(run.configuration)))
@@ -179,7 +190,8 @@ def compare_facts(
                     for run, of_run in values
                     if name in of_run or name not in EQUAL_WHERE_USED
                 ),
+                results=ended_by_accuracy if name in ENDED_BY_ACCURACY else frozenset(),
             )
-            if name not in results and (name not in START or fact.is_confounder):
+            if name not in START or fact.is_confounder:
                 facts.append(fact)
     return facts

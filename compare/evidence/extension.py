@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from compare.evidence.goals import UNDECIDED, Goal
 from compare.evidence.paired import (
     HALF_WIDTHS_OF_80_PERCENT,
-    MIN_BLOCKS,
     confidence_after,
     student_quantile,
 )
 from compare.evidence.record import Record
 from compare.evidence.verdicts import Verdict
+from compare.plan.blocks import MIN_BLOCKS
 from compare.plan.plan import MOST
 
 MOST_TIMES = 10  # as long as so far: one pair of many may be hopeless

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.turns import Block
 from compare.for_scripts.comparison_side import LEAD_IN_STEPS
+from compare.plan.blocks import MIN_BLOCKS
 
 # The fields of a turn, and what they are called.
 KINDS = {"memory_bytes": "memory", "gpu_memory_bytes": "GPU memory"}

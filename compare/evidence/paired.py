@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import fdtri, ndtr, stdtr, stdtrit
 
-MIN_BLOCKS = 3  # with two, Student's interval is +-12.7 standard errors: useless
+from compare.plan.blocks import MIN_BLOCKS
+
 CONFIDENCE = 0.95
 INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 # A true difference as large as the half-width is shown with a probability of 50 %, one of 1.5 times

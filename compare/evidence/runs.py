@@ -56,6 +56,16 @@ class RunRecord(Outcome):
         return self.status == "completed"
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether it ended without a record that can be used."""
+        return self.status not in ("completed", "not run")
+
+    @property
+    def desired_acc(self) -> float | None:
+        """The top-1 at which it was to end, percent; None if it had none."""
+        return self.config.flags.get("desired_acc")
+
+    @property
     def has_accuracy(self) -> bool:
         """Return whether it was evaluated; on random images accuracy means nothing."""
         return bool(self.evaluations) and self.config.data != "synthetic"

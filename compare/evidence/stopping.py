@@ -20,12 +20,11 @@ from compare.evidence.paired import (
     CONFIDENCE,
     LAUNCH_DEGREES,
     LAUNCH_SHARE,
-    MIN_BLOCKS,
     Estimate,
     student_quantile,
 )
 from compare.for_scripts.comparison_side import LEAD_IN_STEPS
-from compare.plan.blocks import ROUNDS
+from compare.plan.blocks import MIN_BLOCKS, ROUNDS
 from compare.plan.plan import Plan, percentage
 
 MIN_BLOCKS_TO_STOP = 10  # that the width of an interval needs to end a measurement

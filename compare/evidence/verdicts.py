@@ -41,6 +41,13 @@ class NotReached(NamedTuple):
     seconds: float  # on the training clock, to the last evaluation
 
 
+class FailedRun(NamedTuple):
+    """A planned training that ended in a failure, as if it diverged."""
+
+    seed: int | None
+    configuration: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Finding):
     """The verdict on two configurations, in one case at one number of workers; its speed is that of
@@ -58,15 +65,22 @@ class Verdict(Finding):
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
     equal_work: EqualWork | None = None  # of a user's own scripts
     # Of times to an accuracy (accuracy.py), whose ratio is then the speed: top-1, percent, and the
-    # trainings that did not reach it.
+    # trainings that ended without it, or failed.
     target_top1: float | None = None
     unreached: tuple[NotReached, ...] = ()
+    failed: tuple[FailedRun, ...] = ()
     decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
 
     @property
     def is_judged(self) -> bool:
         """A null test's control tests the measurement, by a rule of its own: `finds_delay`."""
         return super().is_judged and self.delay is None
+
+    @property
+    def has_no_ratio(self) -> bool:
+        """Whether there is no ratio of times to an accuracy, because trainings did not reach it."""
+        is_of_times = self.target_top1 is not None
+        return is_of_times and self.speed is None and bool(self.unreached or self.failed)
 
     @property
     def finds_delay(self) -> bool:

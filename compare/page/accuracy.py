@@ -3,10 +3,10 @@
 import math
 
 from compare.evidence.accuracy import AccuracyVerdict
-from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.verdicts import NotReached
 from compare.evidence.words import count, place_text, points_text
-from compare.page.sentences import said
+from compare.page.sentences import failed_text, said
+from compare.plan.blocks import MIN_BLOCKS
 
 CLAIMS = {
     "identical": "{both} ended with the same top-1 in each of {seeds}, as their weights are "
@@ -23,12 +23,16 @@ def accuracy_claim(verdict: AccuracyVerdict) -> str:
     both, points = f"{verdict.first_label} and {verdict.second_label}", verdict.points
     if verdict.differences:
         return f"no verdict on the accuracy of {both}: the runs differ in more than the plan varies"
-    if verdict.ended_at is not None and not verdict.is_exact:
+    if verdict.failed:
+        return f"no verdict on the accuracy of {both}: {failed_text(verdict)}"
+    if verdict.ended_at and not verdict.is_exact:
+        accuracies = " or ".join(f"{one:g} %" for one in verdict.ended_at)
         return (
-            f"the final accuracies of {both} are not compared: each training ended when it had "
-            f"reached {verdict.ended_at:g} % (--desired-acc)"
+            f"the final accuracies of {both} are not compared: trainings ended when they had "
+            f"reached {accuracies} (--desired-acc)"
         )
-    assert points is not None
+    if points is None:
+        return f"no verdict on the accuracy of {both}: no seed was completed by both"
     if not verdict.is_exact and points.half_width is None:
         return f"nothing is decided on the accuracy of {both}: an interval needs {MIN_BLOCKS} seeds"
     if not verdict.is_exact and not verdict.is_finished:
@@ -62,5 +66,5 @@ def not_reached_text(run: NotReached) -> str:
     return (
         f"{place_text(run.case, run.workers)}, block {run.block}, seed {run.seed}: "
         f"{run.configuration} did not reach {run.target:g} % in {run.epochs:.3g} epochs (at most "
-        f"{best:.2f} %): its time to it is more than {run.seconds:,.3g} s"
+        f"{best:.2f} %): its time to it is more than {run.seconds:,.0f} s"
     )

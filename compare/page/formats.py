@@ -143,7 +143,8 @@ def fact_text(fact: Fact) -> str:
     if fact.field in MAY_CHANGE:
         return ", then ".join(values)
     value = next(iter(values))
-    return f"{value}, another in each block" if fact.is_of_block else value
+    is_of_block = fact.is_of_block or (fact.results and len(values) > 1)
+    return f"{value}, another in each block" if is_of_block else value
 
 
 def commands(record: Record) -> list[tuple[str, str]]:
@@ -212,13 +213,14 @@ def as_csv(reports: Sequence[Report]) -> str:
 
 def run_lines(record: Record) -> Iterator[dict[str, Any]]:
     """Yield a line for each planned run."""
-    targets = {group.place: target_of(group) for group in record.groups}
+    groups = {group.place: group for group in record.groups}
     for run in record.runs:
         figures = {
             name: attrgetter(path)(run) if run.is_complete else None
             for name, path in RUN_FIGURES.items()
         }
-        target = targets[run.case, run.workers] if run.is_complete else None
+        group = groups[run.case, run.workers]
+        target = target_of(group, [run.configuration]) if run.is_complete else None
         reached = None if target is None else run.first_to_reach(target)
         figures["target_top1_percent"] = target
         figures["epochs_to_target"] = run.epochs_at(reached) if reached else None

@@ -48,7 +48,9 @@ def reasons_of(report: Report, result: str) -> list[str]:
     if record.problem:
         return [record.problem] if result == NOT_JUDGED else []
     if not goals and result == NOT_JUDGED:
-        none = "its plan has no goals; give run.py --goals FIRST:SECOND=RATIO"
-        return ["a null test has no goals" if record.plan.null else none]
+        if record.plan.null:
+            return ["a null test has no goals"]
+        flags = "--goals FIRST:SECOND=RATIO, or --top1-goals FIRST:SECOND=POINTS"
+        return [f"its plan has no goals; give run.py {flags}"]
     is_placed = len(record.groups) > 1
     return [goal_clause(goal, is_placed) for goal in goals if gate_result([[goal]]) == result]

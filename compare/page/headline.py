@@ -6,11 +6,12 @@ from typing import Any
 
 from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.goals import Goal
-from compare.evidence.paired import MIN_BLOCKS, Estimate
+from compare.evidence.paired import Estimate
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, place_text, ratio_text
 from compare.page.accuracy import accuracy_claim
 from compare.page.sentences import claim, ends_text, goal_figure, goal_sides, goal_verdict, said
+from compare.plan.blocks import MIN_BLOCKS
 
 MOST_LISTED = 6  # findings that a few sentences can hold; of more, most are only counted
 OF_ENGINES = "the ratio DDP / Horovod"  # begins the name of an interaction
@@ -88,6 +89,12 @@ def kind(finding: Verdict | Goal) -> str:
         return "whose ranks share a GPU"
     if not finding.is_finished:
         return UNFINISHED
+    if isinstance(finding, Goal) and finding.accuracy and finding.accuracy.failed:
+        return "with trainings that failed"
+    if isinstance(finding, Goal) and finding.accuracy and finding.accuracy.ended_at:
+        return finding.decision if finding.is_judged else "whose trainings --desired-acc ended"
+    if isinstance(finding, Verdict) and finding.has_no_ratio:
+        return "without a ratio of times, since trainings did not reach the accuracy"
     few = f"with fewer than {MIN_BLOCKS} blocks"
     if isinstance(finding, Goal):
         return finding.decision if finding.is_judged else few

@@ -20,7 +20,7 @@ from compare.evidence.extension import extension_of
 from compare.evidence.goals import goals_of
 from compare.evidence.memory import KINDS, Leak, NewPages, leaks, new_pages
 from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
-from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, MIN_BLOCKS, Estimate
+from compare.evidence.paired import HALF_WIDTHS_OF_80_PERCENT, Estimate
 from compare.evidence.record import Record, is_being_written
 from compare.evidence.rows import (
     phase_differences,
@@ -29,7 +29,7 @@ from compare.evidence.rows import (
     training_rows,
 )
 from compare.evidence.runs import RunRecord
-from compare.evidence.verdicts import interaction, judge
+from compare.evidence.verdicts import Verdict, interaction, judge
 from compare.evidence.words import (
     count,
     counted_text,
@@ -50,6 +50,7 @@ from compare.page.headline import (
 )
 from compare.page.labels import labels_of
 from compare.page.sentences import claim, correction_text, interval_text, said
+from compare.plan.blocks import MIN_BLOCKS
 from compare.plan.configurations import ENGINES, PEERS
 from compare.plan.environment import ROOT, path_from_here
 from compare.plan.plan import percentage
@@ -218,8 +219,18 @@ class Report:
         is_unequal = any(verdict.decision in UNEQUAL for verdict in self.accuracies)
         return [
             *filter(None, [self.caution]),
-            *headline(self.times or self.verdicts, self.goals),  # the plan asks for the times
+            *headline(self.asked, self.goals),
             *(of_accuracy if self.times or is_unequal else []),
+        ]
+
+    @property
+    def asked(self) -> list[Verdict]:
+        """The verdicts that answer the plan: where it asks for times to an accuracy, those on times
+        in place of those on speed."""
+        timed = {(time.case, time.workers, time.first, time.second): time for time in self.times}
+        return [
+            timed.get((speed.case, speed.workers, speed.first, speed.second), speed)
+            for speed in self.verdicts
         ]
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.equality import OF_SCRIPT
 from compare.evidence.goals import Goal
-from compare.evidence.paired import MIN_BLOCKS, Estimate
+from compare.evidence.paired import Estimate
 from compare.evidence.record import Record
 from compare.evidence.verdicts import DIFFERENT, Verdict
 from compare.evidence.words import (
@@ -19,6 +19,7 @@ from compare.evidence.words import (
     points_text,
     ratio_text,
 )
+from compare.plan.blocks import MIN_BLOCKS
 from recipe.record.schema import rate_text
 
 CLAIMS = {
@@ -94,7 +95,7 @@ def claim(verdict: Verdict) -> str:
         return f"no verdict on {both}: the runs differ in more than the plan varies"
     if verdict.ranks_per_gpu:
         return f"no verdict on the speeds of {both}: {SHARED_GPU}"
-    if speed is None and verdict.unreached:
+    if verdict.has_no_ratio:
         return f"no ratio of times to {target} top-1 between {both}: {unreached_text(verdict)}"
     if speed is None:
         return f"no verdict on {both}: no block was completed by both"
@@ -119,18 +120,30 @@ def claim(verdict: Verdict) -> str:
 
 
 def unreached_text(verdict: Verdict) -> str:
-    """Say with which seeds the trainings of a pair did not reach the accuracy."""
+    """Say with which seeds the trainings of a pair did not reach the accuracy, or failed."""
+    failed = [failed_text(verdict)] if verdict.failed else []
     labels = {verdict.first: verdict.first_label, verdict.second: verdict.second_label}
     seeds = {
         name: [str(run.seed) for run in verdict.unreached if run.configuration == name]
         for name in labels
     }
-    if seeds[verdict.first] == seeds[verdict.second]:
-        return f"neither of them reached it with {seeds_text(seeds[verdict.first])}"
+    if verdict.unreached and seeds[verdict.first] == seeds[verdict.second]:
+        unreached = [f"neither of them reached it with {seeds_text(seeds[verdict.first])}"]
+    else:
+        unreached = [
+            f"{label} did not reach it with {seeds_text(seeds[name])}"
+            for name, label in labels.items()
+            if seeds[name]
+        ]
+    return "; ".join([*unreached, *failed])
+
+
+def failed_text(verdict: Verdict | AccuracyVerdict) -> str:
+    """Say which trainings of a pair failed."""
+    labels = {verdict.first: verdict.first_label, verdict.second: verdict.second_label}
     return "; ".join(
-        f"{label} did not reach it with {seeds_text(seeds[name])}"
-        for name, label in labels.items()
-        if seeds[name]
+        f"the training of {labels[run.configuration]} with seed {run.seed} failed"
+        for run in verdict.failed
     )
 
 
@@ -157,7 +170,7 @@ def support(verdict: Verdict) -> list[str]:
     """Return what supports a verdict: whether both sides did the same training, and the ratio of
     their CPU times (a separate finding: the slower side often computes longer)."""
     lines = [equal_work_text(verdict)] if verdict.equal_work else []
-    if verdict.unreached and verdict.speed is not None:
+    if (verdict.unreached or verdict.failed) and verdict.speed is not None:
         lines.append(
             f"{said(verdict, unreached_text(verdict), is_placed=False)} Both are the same "
             "training, bit by bit, so the other seeds tell the ratio."
@@ -249,9 +262,11 @@ def goal_verdict(goal: Goal) -> str:
         return f"no verdict: {'; '.join(map(difference_text, goal.differences))}"
     if goal.ranks_per_gpu:
         return f"no verdict: {SHARED_GPU}"
+    if goal.accuracy and goal.accuracy.failed:
+        return f"no verdict: {failed_text(goal.accuracy)}"
     if not goal.is_finished:
         return "not finished"
-    if goal.accuracy and goal.accuracy.ended_at is not None and not goal.is_judged:
+    if goal.accuracy and goal.accuracy.ended_at and not goal.is_judged:
         return "no verdict: --desired-acc ended the trainings"
     return goal.decision if goal.is_judged else f"an interval needs {MIN_BLOCKS} blocks"
 

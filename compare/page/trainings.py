@@ -2,10 +2,12 @@
 There is no verdict, since nothing says that they were made alike."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+from compare.evidence.equality import conditions_of
 from compare.evidence.runs import RunRecord, read_training
 from compare.evidence.words import count, short
 from compare.page.chart import template
@@ -14,6 +16,9 @@ from compare.page.report import NOT_SETTINGS
 from compare.page.tables import Column, Table, TableCell, spread_cell, table_text
 from compare.plan.configurations import ENGINES
 from recipe.errors import UserError
+from recipe.settings.flags import FLAGS
+
+TOLD = {"engine", "transport", "world_size"}  # in words of their own
 
 
 def column(name: str, figure: Callable[[RunRecord], float], pattern: str, note: str = "") -> Column:
@@ -44,7 +49,11 @@ COLUMNS = (
 
 
 def read_trainings(folders: Sequence[Path]) -> list[Trainings]:
-    """Read complete run folders. Those that differ in nothing but the seed are one line."""
+    """Read complete run folders. Those that differ in nothing but the seed are one line. UserError
+    if a folder, or such a training with one seed, is given twice: it would count as two seeds."""
+    for folder, number in Counter(folder.resolve() for folder in folders).items():
+        if number > 1:
+            raise UserError(f"{folder}: is given {number} times; give each run folder once")
     runs = [read_training(folder) for folder in folders]
     for run in runs:
         if not run.has_accuracy:
@@ -54,6 +63,14 @@ def read_trainings(folders: Sequence[Path]) -> list[Trainings]:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         groups.setdefault(json.dumps(identity(run), sort_keys=True), []).append(run)
+    for of_one in groups.values():
+        by_seed: dict[int | None, RunRecord] = {}
+        for run in of_one:
+            if (other := by_seed.setdefault(run.config.seed, run)) is not run:
+                raise UserError(
+                    f"{run.folder}: is the same training as {other.folder}, also with seed "
+                    f"{run.config.seed}, so it is no further seed; leave one of them out"
+                )
     labels = labels_of_groups([identity(of_one[0]) for of_one in groups.values()])
     return [
         Trainings(label, index, of_one)
@@ -62,31 +79,33 @@ def read_trainings(folders: Sequence[Path]) -> list[Trainings]:
 
 
 def identity(run: RunRecord) -> dict[str, str]:
-    """Return all that tells a training from others but its seed, by name."""
+    """Return all that tells a training from others but its seed, by name: its settings, and what
+    it ran on."""
     environment = run.environment
     over = "" if environment.transport == "none" else f" over {environment.transport}"
-    settings = {
-        name: short(value) for name, value in run.config.flags.items() if name not in NOT_SETTINGS
-    }
+    settings = {name: value for name, value in run.config.flags.items() if name not in NOT_SETTINGS}
     return {
-        **settings,
+        **{name: short(value) for name, value in (conditions_of(run) | settings).items()},
         "engine": f"{ENGINES[environment.engine].title}{over}",
-        "workers": count(environment.world_size, "worker"),
+        "world_size": count(environment.world_size, "worker"),
     }
 
 
 def labels_of_groups(identities: Sequence[dict[str, str]]) -> list[str]:
-    """Name each of several trainings by its engine, and by what else differs between them."""
+    """Name each of several trainings by its engine, and by what else differs between them; its
+    software and its start only where those of one engine differ."""
     names = dict.fromkeys(name for one in identities for name in one)
-    differ = [name for name in names if len({one.get(name) for one in identities}) > 1]
     labels = []
     for one in identities:
-        own = [one["workers"]] if "workers" in differ else []
-        own += [
-            f"{name} {one.get(name, 'none')}"
-            for name in differ
-            if name not in ("engine", "workers")
+        peers = [other for other in identities if other["engine"] == one["engine"]]
+        differ = [
+            name
+            for name in names
+            for among in [identities if name in FLAGS or name in TOLD else peers]
+            if len({other.get(name) for other in among}) > 1
         ]
+        own = [one["world_size"]] if "world_size" in differ else []
+        own += [f"{name} {one.get(name, 'none')}" for name in differ if name not in TOLD]
         labels.append(", ".join([one["engine"], *own]))
     return labels
 

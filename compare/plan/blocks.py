@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+MIN_BLOCKS = 3  # of an interval: with two, Student's is +-12.7 standard errors, useless
 ROUNDS = 8  # in each block of turns, where the plan fixes the number of blocks
 RUN_MARK = "COMPARE_RUN"  # environment variable that every process of a run inherits
 # Environment variable: the name that the fork servers of a block, or of whole runs, share

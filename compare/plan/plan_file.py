@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from compare.plan.blocks import RUN_MARK
+from compare.plan.blocks import MIN_BLOCKS, RUN_MARK
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.environment import (
     REMOVED_VARIABLES,
@@ -340,10 +340,17 @@ def check_accuracy(plan: Plan) -> None:
     and one accuracy to reach."""
     seeds, default = plan.full_runs if plan.measure == "turns" else plan.blocks, Plan()
     given = [name for name in OF_SEEDS if getattr(plan, name) != getattr(default, name)]
-    for name in given if plan.null or (seeds is not None and seeds < 2) else ():
+    for name in given if plan.null or (seeds is not None and seeds < MIN_BLOCKS) else ():
         raise UserError(
-            f"{flag_of(FIELD_OF[name])}: needs whole runs of different configurations with several "
-            "seeds; give --measure runs --blocks 5, or --full-runs 5, and no --null"
+            f"{flag_of(FIELD_OF[name])}: needs whole runs of different configurations with at "
+            f"least {MIN_BLOCKS} seeds; give --measure runs --blocks 5, or --full-runs 5, and no "
+            "--null"
+        )
+    is_synthetic = any(given_flags(words).get("data") == "synthetic" for words in plan.flag_lists)
+    for name in given if is_synthetic else ():
+        raise UserError(
+            f"{flag_of(FIELD_OF[name])}: on random images (--data synthetic) accuracy means "
+            "nothing; give other data, or leave it out"
         )
     ends_early = any("desired_acc" in given_flags(words) for words in plan.flag_lists)
     for name in given if ends_early else ():

@@ -15,7 +15,6 @@ import msgspec
 from msgspec.structs import replace
 
 from compare.evidence.group import Group
-from compare.evidence.paired import MIN_BLOCKS
 from compare.evidence.reading import TimedSummary, read_record
 from compare.evidence.record import (
     FILE,
@@ -36,6 +35,7 @@ from compare.evidence.stopping import (
     rounds_of_block,
 )
 from compare.evidence.words import count, counted_text, percent_text, place_text, ratio_text
+from compare.plan.blocks import MIN_BLOCKS
 from compare.plan.plan import Outcome, Plan, Run, block_place, percentage
 from compare.plan.plan_file import PlanRecord, plan_differences, plan_record, sources_sha256
 from compare.running.launch import (
