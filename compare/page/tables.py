@@ -237,7 +237,10 @@ def accuracy_columns(target: float | None) -> tuple[Column, ...]:
             note=f"To {target:g} %: until an evaluation first shows this top-1, on the training "
             "clock, evaluations included. A training that never does counts as longer than all.",
         ),
-        Column(f"epochs to {target:g} %", lambda row: spread_cell(row["epochs_to_target"], "{:.3g}")),
+        Column(
+            f"epochs to {target:g} %",
+            lambda row: spread_cell(row["epochs_to_target"], "{:.3g}"),
+        ),
         Column(
             f"seconds to {target:g} %",
             lambda row: spread_cell(row["seconds_to_target"], "{:,.1f}"),
