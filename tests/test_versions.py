@@ -454,7 +454,8 @@ def test_a_commit_as_a_side_of_a_file(repository: Path) -> None:
 def test_torchrun_starts_two_commits(repository: Path) -> None:
     """Each rank in its commit's worktree, in the folder that the command was given in."""
     for number, before in enumerate(("seconds = 1\n", "seconds = 2\n")):
-        ranks = "import os\nprint('rank', os.environ['RANK'], os.getcwd(), flush=True)\n"
+        # In one piece: torchrun starts python -u, which writes each argument of print by itself.
+        ranks = "import os\nos.write(1, f'rank {os.environ[\"RANK\"]} {os.getcwd()}\\n'.encode())\n"
         (repository / "train.py").write_text(text_of(0.002, before + ranks))
         git("commit", "--quiet", "--all", "--message", f"number {number}")
     words = ["--commits", "HEAD~1", "HEAD", "--blocks", "1", "--turns", "2", "--out", "out"]
