@@ -145,6 +145,9 @@ def test_comparisons_of_other_questions_are_not_and_the_reason_is_said(tmp_path)
         ("preset", ("digits", "digits-resnet18"), False),  # what it sets is compared by itself
         ("batch_size", ("32", "64"), True),
         ("measured by", ("turns", "runs"), True),
+        ("ranks_per_gpu", ("none", "not recorded"), False),  # which no older version allowed
+        ("ranks_per_gpu", ("2", "not recorded"), True),
+        ("torch", ("2.15.0", "not recorded"), True),
     ],
 )
 def test_what_makes_another_question(name, values, is_other):

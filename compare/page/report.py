@@ -480,11 +480,13 @@ class SideBySide:
 
 def asks_other(name: str, values: Sequence[str]) -> bool:
     """Return whether comparisons with these values of a setting, or of a field of the environment,
-    ask different questions. Names of hosts and GPUs may differ. A setting that a record lacks
-    counts as its default: the version that wrote the record did not have it yet."""
+    ask different questions. Names of hosts and GPUs may differ. A setting, or a field of the
+    environment, that a record lacks counts as its default: the version that wrote the record did
+    not have it yet."""
     if name in ("hosts", "CUDA_VISIBLE_DEVICES"):
         values = [str(value.count(",")) for value in values]
-    known = short(getattr(Config(), name, NOT_RECORDED)) or "none"
+    default = getattr(Config(), name, getattr(Environment, name, NOT_RECORDED))
+    known = short(default) or "none"
     meant = {known if value == NOT_RECORDED else value for value in values}
     return name not in OF_OCCASION and len(meant) > 1
 
