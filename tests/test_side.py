@@ -623,7 +623,7 @@ NO_STEP = WAITS.format(first="from comparison_side import Side; side = Side()")
             ["waiting for bad .2 s.: it has not ended its turn"],
         ),
         (
-            {"of_step": "if step == 20: os.fork()"},
+            {"of_step": "if step == 20 and os.fork(): time.sleep(2)"},  # until the fork has spoken
             60,
             ["bad: rank 0 on .*in a fork of the process"],
         ),
