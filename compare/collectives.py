@@ -97,7 +97,8 @@ def measure_or_show(
         check(workers, hosts, min(blocks, threads, timeout), folder)
         cases = cases_of(sizes, wires, model)
         names, missing = available(backends)
-        device = ["--no-cuda"] * no_cuda + ["--share-gpu"] * share_gpu
+        asked_for = {"--no-cuda": no_cuda, "--share-gpu": share_gpu}
+        device = [flag for flag, is_asked_for in asked_for.items() if is_asked_for]
         starts = (workers, hosts, network_interface, threads, device)
         plan = Plan(
             side={name: OwnScript(Words(command(name, *starts))) for name in names},

@@ -22,13 +22,16 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # an environment may lack this project
 
 from recipe.command import call_tool, run_main
 from recipe.errors import refuse, system_errors
 from recipe.files import replace_file
+
+if TYPE_CHECKING:  # `report` says why it is imported later
+    from compare.page.report import Report
 
 SCRIPT = "compare/report.py"
 ELSEWHERE = "--html FILE writes the page elsewhere, --no-html none"
@@ -48,8 +51,8 @@ def report(
     check: bool = False,
     undecided_passes: bool = False,
 ) -> int:
-    """Print and write a report. Packages are imported here, where `main` turns a missing one into a
-    message.
+    """Print and write a report. Packages are imported where they are needed: there `main` turns a
+    missing one into a message.
 
     Args:
         comparisons: Comparisons' folders (default: the newest one under runs/); or folders of
@@ -90,12 +93,29 @@ def report(
     if are_trainings:
         return report_trainings(comparisons, html, svg, no_html)
     form = printed[0] if printed else "text"
-    remarks = sys.stdout if form == "text" else sys.stderr
+    reports = report_comparisons(comparisons, form, html, svg, no_html)
+    if not check:
+        return 0
+    from compare.page.gate import end_of_check, gate_of
+
+    exit_code, line = end_of_check(gate_of(reports), undecided_passes)
+    print(line, file=remarks_beside(form))
+    return exit_code
+
+
+def remarks_beside(form: str) -> TextIO:
+    """Return where all but the report itself is printed."""
+    return sys.stdout if form == "text" else sys.stderr
+
+
+def report_comparisons(
+    comparisons: tuple[Path, ...], form: str, html: Path | None, svg: Path | None, no_html: bool
+) -> list["Report"]:
+    """Print and write the report of comparisons, and return it: one for each."""
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.record import find_comparisons, read_comparison
     from compare.page import formats
     from compare.page.chart import standalone
-    from compare.page.gate import end_of_check, gate_of
     from compare.page.plots import draw_plots
     from compare.page.report import Report
 
@@ -110,15 +130,11 @@ def report(
     if svg:
         plots = draw_plots(reports[0])
         files |= {svg / f"{plot.name}.svg": standalone(plot.svg) for plot in plots}
-    write_files(files, remarks)
+    write_files(files, remarks_beside(form))
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)
     print(text, end="" if text.endswith("\n") else "\n")
-    if not check:
-        return 0
-    exit_code, line = end_of_check(gate_of(reports), undecided_passes)
-    print(line, file=remarks)
-    return exit_code
+    return reports
 
 
 def is_training(folder: Path) -> bool:

@@ -268,10 +268,13 @@ def take_default_plan(options: SimpleNamespace) -> None:
     ):
         return
     options.plan, gpus = "square", checks.visible_gpus()
-    words = ("--data", "synthetic", *options.arguments_after_dashes)
-    if gpus and (config := trainer_config("ddp", 1, words)).cuda:
+    if not gpus:
+        return
+    config = trainer_config("ddp", 1, ("--data", "synthetic", *options.arguments_after_dashes))
+    if config.cuda:
         options.plan = "square-nccl"
-        options.workers = options.workers or (str(2 if config.share_gpu else min(2, gpus)),)
+        most = 2 if config.share_gpu else min(2, gpus)
+        options.workers = options.workers or (str(most),)
 
 
 def leave_out_missing(plan: Plan, options: SimpleNamespace) -> Plan:

@@ -67,8 +67,9 @@ def ended_at(group: Group, configurations: Collection[str]) -> tuple[float, ...]
     return tuple(sorted({run.desired_acc for run in runs if run.desired_acc is not None}))
 
 
-def not_reached(record: Record) -> list[NotReached]:
-    """Return the complete trainings that never reached the accuracy whose time is compared."""
+def not_reached(group: Group) -> list[NotReached]:
+    """Return a group's complete trainings that never reached the accuracy whose time is
+    compared."""
     return [
         NotReached(
             *group.place,
@@ -80,7 +81,6 @@ def not_reached(record: Record) -> list[NotReached]:
             run.epochs_at(run.evaluations[-1]),
             run.evaluations[-1].train_seconds_so_far,
         )
-        for group in (record.groups if has_seeds(record) else ())
         for run in group.complete
         for target in [target_of(group, [run.configuration])]
         if target is not None and run.has_accuracy and run.first_to_reach(target) is None
@@ -152,27 +152,20 @@ class Pair(NamedTuple):
     second: RunRecord
 
 
-def pairs_of(group: Group, pair: tuple[str, str]) -> list[Pair]:
-    """Return the trainings of two configurations that both completed, seed by seed."""
-    first, second = (
-        {run.block: run for run in group.complete_runs(name) if run.has_accuracy} for name in pair
-    )
-    return [Pair(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
-
-
-def ended_pairs(group: Group, pair: tuple[str, str]) -> list[Pair]:
-    """Return the planned trainings of two configurations that both ended, also by a failure, seed
-    by seed; none if they have no accuracies."""
+def pairs_of(group: Group, pair: tuple[str, str], with_failures: bool = False) -> list[Pair]:
+    """Return the planned trainings of two configurations that both completed, seed by seed; or
+    those that both ended, also by a failure, if any training of the group has an accuracy."""
+    with_failures = with_failures and any(run.has_accuracy for run in group.complete)
     first, second = (
         {
             run.block: run
             for run in group.runs
-            if run.configuration == name and (run.has_accuracy or run.has_failed)
+            if run.configuration == name
+            if run.has_accuracy or (with_failures and run.has_failed)
         }
         for name in pair
     )
-    both = [Pair(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
-    return both if any(run.has_accuracy for run in group.complete) else []
+    return [Pair(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
 
 
 def failed_runs(group: Group, pair: tuple[str, str]) -> tuple[FailedRun, ...]:
@@ -231,7 +224,7 @@ def judge_time(
     if not (finding.differences or finding.ranks_per_gpu):
         found = [
             (to_reach(of_first, target), to_reach(of_second, target))
-            for of_first, of_second in ended_pairs(group, pair)
+            for of_first, of_second in pairs_of(group, pair, with_failures=True)
         ]
         speed = time_ratio(
             [(a.seconds, b.seconds) for a, b in found],
@@ -246,11 +239,7 @@ def judge_time(
         second_label=labels[second],
         margin=record.plan.margin_of(pair),
         target_top1=target,
-        unreached=tuple(
-            one
-            for one in not_reached(record)
-            if (one.case, one.workers) == group.place and one.configuration in pair
-        ),
+        unreached=tuple(one for one in not_reached(group) if one.configuration in pair),
         failed=failed_runs(group, pair),
     )
 
@@ -409,7 +398,7 @@ def judge_accuracies(record: Record, labels: Mapping[str, str]) -> list[Accuracy
             judge_accuracy(record, group, pair, labels)
             for group in (record.groups if has_seeds(record) else ())
             for pair in record.plan.pairs()
-            if ended_pairs(group, pair)
+            if pairs_of(group, pair, with_failures=True)
         ],
         1 - record.confidence,
     )

@@ -119,16 +119,18 @@ def text_report(record: Record) -> str:
         f"{name}: {used.transport} on the {used.device.upper()}, {used.version}"
         for name, used in ((name, environments[name]) for name in record.configurations)
     ]
-    shares = any(group.ranks_per_gpu for group in record.groups)
-    caution = "Ranks shared a GPU: the sums were checked and are right; their times mean nothing."
     paragraphs = [
-        [caution] * shares,
         [heading],
         [table(figures)],
         [fill(line, WIDTH, subsequent_indent="  ") for line in notes_of(first.world_size)],
         [fill(line, WIDTH, subsequent_indent="  ") for line in backends],
         [fill(line, WIDTH, subsequent_indent="  ") for line in caveats_of(record)],
     ]
+    if any(group.ranks_per_gpu for group in record.groups):
+        caution = (
+            "Ranks shared a GPU: the sums were checked and are right; their times mean nothing."
+        )
+        paragraphs.insert(0, [caution])
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 

@@ -174,9 +174,13 @@ def series_layers(
     equal curves both stay visible."""
     colour = COLOURS[index % len(COLOURS)]
     shape = (index + index // len(COLOURS)) % len(MARKERS)  # shifts when colours repeat
-    style = width if index else 2.2 * width, DASHES[shape], 0.9 if index else 0.55
-    line = Layer("line", points, colour, *style, texts=texts, key=key)
-    return [line, Layer([*MARKERS][shape], points, colour, mark, key=key)] if mark else [line]
+    opacity = 0.9
+    if index == 0:
+        width, opacity = 2.2 * width, 0.55
+    layers = [Layer("line", points, colour, width, DASHES[shape], opacity, texts=texts, key=key)]
+    if mark:
+        layers.append(Layer([*MARKERS][shape], points, colour, mark, key=key))
+    return layers
 
 
 @dataclass(frozen=True)

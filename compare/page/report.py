@@ -12,6 +12,7 @@ from typing import Any
 from compare.evidence.accuracy import (
     UNEQUAL,
     accuracy_rows,
+    has_seeds,
     judge_accuracies,
     judge_times,
     not_reached,
@@ -512,7 +513,8 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
     headings = (WARNINGS, MISSING, UNREACHED, MEMORY, ASIDE)
     found: dict[str, list[str]] = {heading: [] for heading in headings}
     found[WARNINGS] += plan.warnings
-    found[UNREACHED] += [not_reached_text(run) for run in not_reached(record)]
+    for group in record.groups if has_seeds(record) else ():
+        found[UNREACHED] += [not_reached_text(run) for run in not_reached(group)]
     found[WARNINGS] += [
         f"{place_text(*place)}: nothing is decided, because part of the record cannot be read"
         if record.problem

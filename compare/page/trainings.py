@@ -66,11 +66,13 @@ def read_trainings(folders: Sequence[Path]) -> list[Trainings]:
     for of_one in groups.values():
         by_seed: dict[int | None, RunRecord] = {}
         for run in of_one:
-            if (other := by_seed.setdefault(run.config.seed, run)) is not run:
+            if run.config.seed in by_seed:
                 raise UserError(
-                    f"{run.folder}: is the same training as {other.folder}, also with seed "
-                    f"{run.config.seed}, so it is no further seed; leave one of them out"
+                    f"{run.folder}: is the same training as {by_seed[run.config.seed].folder}, "
+                    f"also with seed {run.config.seed}, so it is no further seed; leave one of "
+                    "them out"
                 )
+            by_seed[run.config.seed] = run
     labels = labels_of_groups([identity(of_one[0]) for of_one in groups.values()])
     return [
         Trainings(label, index, of_one)

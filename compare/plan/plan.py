@@ -636,7 +636,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         asked = [*dict.fromkeys((*self.judged_pairs, *with_goals))]
         for key in self.top1_goals:  # of two goals for both directions one pair
             a, _, b = key.partition(":")
-            asked += [(a, b)] if {(a, b), (b, a)}.isdisjoint(asked) else []
+            if (a, b) not in asked and (b, a) not in asked:
+                asked.append((a, b))
         return asked or [(first, other) for other in others]
 
     def margin_of(self, pair: tuple[str, str]) -> float:

@@ -40,7 +40,7 @@ from compare.plan.plan import (
     meta_of,
     percentage,
 )
-from recipe.errors import UserError, near_match
+from recipe.errors import UserError, near_match, refuse
 from recipe.record.schema import Text, Whole
 from recipe.settings.flags import given_flags
 
@@ -338,26 +338,30 @@ def check_measuring(plan: Plan) -> None:
 def check_accuracy(plan: Plan) -> None:
     """Check that the fields on accuracy have an effect: several whole runs of each configuration,
     and one accuracy to reach."""
-    seeds, default = plan.full_runs if plan.measure == "turns" else plan.blocks, Plan()
+    default = Plan()
     given = [name for name in OF_SEEDS if getattr(plan, name) != getattr(default, name)]
-    for name in given if plan.null or (seeds is not None and seeds < MIN_BLOCKS) else ():
-        raise UserError(
-            f"{flag_of(FIELD_OF[name])}: needs whole runs of different configurations with at "
-            f"least {MIN_BLOCKS} seeds; give --measure runs --blocks 5, or --full-runs 5, and no "
-            "--null"
-        )
-    is_synthetic = any(given_flags(words).get("data") == "synthetic" for words in plan.flag_lists)
-    for name in given if is_synthetic else ():
-        raise UserError(
-            f"{flag_of(FIELD_OF[name])}: on random images (--data synthetic) accuracy means "
-            "nothing; give other data, or leave it out"
-        )
-    ends_early = any("desired_acc" in given_flags(words) for words in plan.flag_lists)
-    for name in given if ends_early else ():
-        raise UserError(
-            f"{flag_of(FIELD_OF[name])}: the trainers' --desired-acc ends the trainings where they "
-            "reach an accuracy, so their final accuracies say nothing; leave one of them out"
-        )
+    if not given:
+        return
+    names = " and ".join(flag_of(FIELD_OF[name]) for name in given)
+    seeds = plan.full_runs if plan.measure == "turns" else plan.blocks
+    flags = [given_flags(words) for words in plan.flag_lists]
+    refuse(
+        (
+            plan.null or (seeds is not None and seeds < MIN_BLOCKS),
+            f"{names}: needs whole runs of different configurations with at least {MIN_BLOCKS} "
+            "seeds; give --measure runs --blocks 5, or --full-runs 5, and no --null",
+        ),
+        (
+            any(own.get("data") == "synthetic" for own in flags),
+            f"{names}: on random images (--data synthetic) accuracy means nothing; give other "
+            "data, or leave it out",
+        ),
+        (
+            any("desired_acc" in own for own in flags),
+            f"{names}: the trainers' --desired-acc ends the trainings where they reach an "
+            "accuracy, so their final accuracies say nothing; leave one of them out",
+        ),
+    )
 
 
 def check_sides(plan: Plan) -> None:
