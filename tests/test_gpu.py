@@ -33,6 +33,9 @@ from launching import (
 from test_elastic import kill_ranks_of_torchrun, ranks_below
 
 from benchmarks.programs.trainer import RANDOM_IMAGES
+from compare.evidence.record import read_comparison
+from compare.page.formats import turn_lines
+from compare.page.report import Report
 from compare.plan.configurations import CONFIGURATIONS
 from compare.plan.plan import Plan, Run
 from compare.running import checks
@@ -344,6 +347,45 @@ def test_stopped_neighbour(dry: bool, tmp_path: Path, note: Note) -> None:
     error = math.hypot(*(stdev(own) / fmean(own) / len(turns) ** 0.5 for own in (alone, beside)))
     note(ratio=ratio, error=error)
     assert dry or ratio + 2 * error > 0.99
+
+
+@pytest.mark.parametrize(
+    "configuration", ["ddp-torchrun", pytest.param("horovod-mpi", marks=needs_horovod)]
+)
+def test_long_stop(
+    configuration: str,
+    dry: bool,
+    device_of: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    note: Note,
+) -> None:
+    """Two workers go on after a stop that is twice as long as torch's monitor of NCCL waits for a
+    sign of life: 8 minutes by default, as long as a side's stop may last in a comparison."""
+    patience = 2 if dry else 20  # seconds
+    monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{patience}")
+    flags = f"{WORK} {RANDOM_IMAGES} --batch-size 32 {SMALL if dry else ''} {device_of()}"
+    side = Run(1, CONFIGURATIONS[configuration], 2, 1, flags=tuple(flags.split()))
+    with Scheduler(tmp_path / "stopped", Plan(steps=3 if dry else 10)) as scheduler:
+        scheduler.start(side)
+        before = scheduler.take_turn(side, 0)
+        time.sleep(2 * patience)
+        after = scheduler.take_turn(side, 1)
+    note(before=before.images_per_second, after=after.images_per_second)
+
+
+@needs_horovod
+def test_comparison(dry: bool, device_of: Callable[..., str], tmp_path: Path, note: Note) -> None:
+    """The plan square-nccl with two workers: turns of four sides, whole trainings, a report. Both
+    engines end with the same bits, with gradients of either width."""
+    of_cpus = f"{SMALL} --precision fp32 --transport gloo" if dry else ""
+    flags = f"--arch resnet18 --batch-size 32 --synthetic-images 1280 --deterministic {device_of()}"
+    words = f"square-nccl --workers 2 --blocks 1 --out {tmp_path} -- {flags} {of_cpus}"
+    run([sys.executable, "compare/run.py", *words.split()]).checked()
+    report = Report(read_comparison(tmp_path))
+    note(headline=report.headline, turns=[*turn_lines(report.record)])
+    equal = {(pair.first, pair.second): pair.equal_weights for pair in report.verdicts}
+    assert equal["ddp-mpirun", "horovod-mpirun"] == equal["ddp-fp16", "horovod-fp16"] == (True,)
 
 
 def test_jpegs(train: Callable[..., Trained], note: Note) -> None:
