@@ -24,6 +24,7 @@ from records import (
 from compare.evidence import record as record_module
 from compare.evidence.reading import TimedSummary, contradictions
 from compare.evidence.record import Record, read_comparison, record_to_write
+from compare.evidence.runs import with_few_steps
 from compare.plan.plan import Outcome, Plan, Run
 from compare.plan.plan_file import plan_record
 from compare.running.comparison import record_plan, record_run
@@ -307,6 +308,17 @@ def test_a_run_whose_metrics_are_damaged_is_unreadable_and_not_made_again(
     assert again.problem == "" and again.complete == []
     assert re.search(message, again.failure(run.folder).output)
     assert run not in again.missing(plan.runs())
+
+
+def test_of_a_long_training_few_steps_are_recorded():
+    """At equal distances; all else stays, in its order."""
+    events = [{"kind": "event", "name": name} for name in ("start", "end")]
+    steps = [{"kind": "step", "step": number} for number in range(1, 1201)]
+    evaluation = {"kind": "eval", "step": 600}
+    lines = [events[0], *steps[:600], evaluation, *steps[600:], events[1]]
+    kept = [events[0], *steps[:600:3], evaluation, *steps[600::3], events[1]]
+    assert with_few_steps(lines) == kept
+    assert with_few_steps(kept) == kept
 
 
 def test_a_full_disk_loses_no_run(tmp_path, monkeypatch):

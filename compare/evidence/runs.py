@@ -1,5 +1,7 @@
 """What was recorded of one run: a whole training, or a side of a block of turns."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from compare.plan.plan import Outcome, Run
 from recipe.errors import UserError
 from recipe.record.schema import Environment, EpochLine, EvalLine, MetricsLine, Settings
 
+MOST_STEPS = 500  # of a whole run that are recorded
 MOST_LOAD = 0.1  # share of the cores that others may keep busy before a run's times are doubtful
 GRADIENTS = Path("profile/gradients-rank-0.json")  # which predictions read
 NO_SETTINGS: dict[str, Any] = {"log_dir": "", "name": None}  # of a user's own script
@@ -106,9 +109,17 @@ def read_run_folder(folder: Path) -> dict[str, Any]:
         "settings": read_object(folder / "config.json"),
         "environment": read_object(folder / "environment.json"),
         "summary": read_object(folder / "summary.json"),
-        "metrics": read_metrics(folder / "metrics.jsonl"),
+        "metrics": with_few_steps(read_metrics(folder / "metrics.jsonl")),
         "gradients": read_object(gradients) if gradients.exists() else None,
     }
+
+
+def with_few_steps(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, but of the steps at most MOST_STEPS, at equal distances.
+    They serve for quantiles of a step's time; those of a long training would fill the record."""
+    steps = [line.get("step") for line in metrics if line.get("kind") == "step"]
+    kept = {*steps[:: math.ceil(len(steps) / MOST_STEPS) or 1]}
+    return [line for line in metrics if line.get("kind") != "step" or line.get("step") in kept]
 
 
 def take_environment(
