@@ -26,9 +26,12 @@ from compare.evidence.record import FILE, read_comparison
 from compare.evidence.turns import Block
 from compare.evidence.words import ratio_text
 from compare.page import allreduce
+from compare.page.chart import standalone
 from compare.page.formats import as_markdown
+from compare.page.plots import draw_plots
 from compare.page.report import Report, SideBySide
 from compare.page.sentences import interval_text
+from recipe.settings.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -62,7 +65,8 @@ def figures_of(folder: str) -> Iterator[Figures]:
                 yield from figures(estimate_ratio(a, b))
     elif (path / FILE).exists():
         report = report_of(folder)
-        found = [one for verdict in report.verdicts for one in (verdict.speed, verdict.cpu)]
+        verdicts = [*report.verdicts, *report.times]
+        found = [one for verdict in verdicts for one in (verdict.speed, verdict.cpu)]
         found += [*report.interactions.values(), *(row["scaling"] for row in report.speed)]
         if report.record.unit == "bytes":
             for one in allreduce.figures_of(report.record):
@@ -363,3 +367,21 @@ def test_pictures_are_of_their_records() -> None:
         for verdict in report_of(record).verdicts:
             assert verdict.speed
             assert f"{ratio_text(verdict.speed)}, {interval_text(verdict.speed)}" in picture
+
+
+FASHION_QUICK = "epyc-2-cores/2026-11-28-fashion-quick"
+
+
+def test_the_preset_s_accuracy_is_that_of_its_record() -> None:
+    for row in report_of(FASHION_QUICK).accuracy:
+        middle, lowest, highest = row["top1"]
+        assert PRESETS["fashion-quick"].top1 == f"{middle:.2f} ({lowest:.2f} to {highest:.2f})"
+        assert f"reproduced here: {middle:.1f} %" in (ROOT / "README.md").read_text()
+
+
+def test_the_learning_curves_are_those_of_the_record() -> None:
+    """If plots are drawn in another way: python compare/report.py results/... --svg FOLDER."""
+    [curves] = [
+        plot for plot in draw_plots(report_of(FASHION_QUICK)) if plot.name == "learning-top1"
+    ]
+    assert standalone(curves.svg) == (ROOT / "docs/learning-curves.svg").read_text()
