@@ -376,16 +376,20 @@ def test_long_stop(
 
 @needs_horovod
 def test_comparison(dry: bool, device_of: Callable[..., str], tmp_path: Path, note: Note) -> None:
-    """The plan square-nccl with two workers: turns of four sides, whole trainings, a report. Both
-    engines end with the same bits, with gradients of either width."""
-    of_cpus = f"{SMALL} --precision fp32 --transport gloo" if dry else ""
+    """The plan square-nccl with two workers: turns of four sides (in a dry run of two), whole
+    trainings, a report. Both engines end with the same bits, with gradients of either width."""
+    sides, of_cpus = "", ""
+    if dry:
+        sides = "--configurations ddp-mpirun horovod-mpirun"
+        of_cpus = f"{SMALL} --precision fp32 --transport gloo --synthetic-images 80"
     flags = f"--arch resnet18 --batch-size 32 --synthetic-images 1280 --deterministic {device_of()}"
-    words = f"square-nccl --workers 2 --blocks 1 --out {tmp_path} -- {flags} {of_cpus}"
-    run([sys.executable, "compare/run.py", *words.split()]).checked()
+    words = f"square-nccl {sides} --workers 2 --blocks 1 --out {tmp_path} -- {flags} {of_cpus}"
+    run([sys.executable, "compare/run.py", *words.split()], timeout=1200).checked()
     report = Report(read_comparison(tmp_path))
     note(headline=report.headline, turns=[*turn_lines(report.record)])
     equal = {(pair.first, pair.second): pair.equal_weights for pair in report.verdicts}
-    assert equal["ddp-mpirun", "horovod-mpirun"] == equal["ddp-fp16", "horovod-fp16"] == (True,)
+    assert equal["ddp-mpirun", "horovod-mpirun"] == (True,)
+    assert dry or equal["ddp-fp16", "horovod-fp16"] == (True,)
 
 
 def test_jpegs(train: Callable[..., Trained], note: Note) -> None:
