@@ -376,7 +376,7 @@ def test_the_preset_s_accuracy_is_that_of_its_record() -> None:
     for row in report_of(FASHION_QUICK).accuracy:
         middle, lowest, highest = row["top1"]
         assert PRESETS["fashion-quick"].top1 == f"{middle:.2f} ({lowest:.2f} to {highest:.2f})"
-        assert f"reproduced here: {middle:.1f} %" in (ROOT / "README.md").read_text()
+        assert f"reproduced here: {middle:.2f} %" in (ROOT / "README.md").read_text()
 
 
 def test_the_learning_curves_are_those_of_the_record() -> None:
