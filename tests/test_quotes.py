@@ -303,7 +303,7 @@ def test_the_page_says_how_much_occasions_differed() -> None:
 def test_what_the_readme_pools_is_decided_if_it_is_corrected() -> None:
     found = linked((ROOT / "README.md").read_text())
     pooled = [row["pooled"] for both in together(found) for row in both.occasions]
-    table = (ROOT / "README.md").read_text().partition("## Two commands")[0]
+    table = (ROOT / "README.md").read_text().partition("## Start here")[0]
     quoted = dict(enumerate(one for one in pooled if f"({one.low:.3f} to {one.high:.3f})" in table))
     assert len(quoted) == 7  # ratios in the table
     assert "with that correction all seven are decided" in " ".join(table.split())
