@@ -52,7 +52,7 @@ test-full: setup  ## run only those that test-all has and test has not
 test-cluster: setup  ## run those that need several hosts (network namespaces, Slurm; as root)
 	$(IN_VENV) python -m pytest tests/cluster $(ARGS)
 
-faults: setup  ## kill, stop, starve and cut off trainings, and resume them: two to three hours (ARGS="--trials 1")
+faults: setup  ## kill, stop, starve and cut off trainings, and resume them: three hours or more (ARGS="--trials 1")
 	$(IN_VENV) python tests/faults/campaign.py $(ARGS)
 
 lint: setup  ## check style, types, imports and spelling

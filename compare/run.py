@@ -1,4 +1,4 @@
-"""Run a comparison: the same training under both engines, until it is known which is faster.
+"""Compare engines by the same training, until their speed ratios are known or the time is over.
 
     python compare/run.py                     2 workers: the embedded digits, DDP and Horovod, each
                                               over Gloo and MPI (the plan square); on GPUs ResNet-50
@@ -124,9 +124,9 @@ GROUPS = {
 
 # Flags that are no part of a plan: those of the task, and how it is done.
 TASK = [
-    ("plan", Annotated[str | None, Positional, arg(metavar="[plan]", help="a ready plan's name or "
-     "a plan file (TOML; compare/plans/ has them; or a comparison's record.jsonl, to repeat it); "
-     "flags override it")], None),
+    ("plan", Annotated[str | None, Positional, arg(metavar="[plan]", help="a ready plan's name "
+     "(--list-plans), a plan file (TOML), or a comparison's record.jsonl, to repeat it; flags "
+     "override it")], None),
     ("list_plans", Annotated[bool, arg(help="show the ready plans, and nothing else")], False),
 ]  # fmt: skip
 PROCEDURE = [

@@ -152,7 +152,7 @@ class DataFlags:
     bad_images: Literal["error", "replace"] = work("error", needs=("images", "training"),
         decides="replaced_images", help=
         "What happens if a training image cannot be read or decoded. error: the run ends. "
-        "replace: another image takes its place, drawn from the seed, the pass and the bad "
+        "replace: another image takes its place, drawn from the seed, the epoch and the bad "
         "image's index. The run folder lists the bad images; the run ends if there are more than "
         "1 in 1,000 and more than 10. To find damage, every file is then decoded completely each "
         "time it is used.")
@@ -230,9 +230,10 @@ class ModelFlags:
     batch_norm: Literal["local", "average", "sync"] = work("local", needs="workers", chief=True,
         help=
         "How ranks share BatchNorm statistics. local: each rank has its own; rank 0's are "
-        "evaluated and saved (DDP's default, but once per evaluation instead of once per forward "
-        "pass). average: the running statistics are averaged over ranks before each evaluation "
-        "and checkpoint. sync: SyncBatchNorm, which normalises over the batches of all ranks.")
+        "evaluated and saved (as by DDP's default, but they are sent once per evaluation, not in "
+        "each forward pass). average: the running statistics are averaged over ranks before each "
+        "evaluation and checkpoint. sync: SyncBatchNorm, which normalises over the batches of all "
+        "ranks.")
     batch_norm_momentum: float | None = work(None, SHARE_ABOVE_0, help=
         "Weight of each new batch in BatchNorm's running statistics. Default: the network's own, "
         "mostly 0.1, which takes about fifty steps to forget the initial values.")
@@ -353,8 +354,8 @@ class SpeedFlags:
     loss_scale: float | Literal["dynamic"] | None = work(None, LOSS_SCALE, needs="training", help=
         "Multiply the loss, and with it fp16 gradients, by this number; dynamic: by a number that "
         "adapts to the gradients. Steps whose gradients overflow are skipped. Default: dynamic "
-        "for fp16 and O2, else 1. A preset's loss scale is for its fp16: if --precision is fp32, "
-        "tf32 or bf16, the scale is 1 unless this flag is given.")
+        "for fp16 and O2, else 1. With --precision fp32, tf32 or bf16 a preset's loss scale is "
+        "ignored.")
     channels_last: bool = work(False, help=
         "Use NHWC images; the weights stay contiguous, which Horovod requires (docs/recipe.md).")
     compile: bool = work(False, help=
@@ -396,8 +397,8 @@ class SpeedFlags:
     cuda: bool = place(True, decides=("device", "device_name", "CUDA version"), help=
         "Use GPUs if there are any.")
     share_gpu: bool = place(False, per_rank="equal", needs="workers", help=
-        "Let the ranks of a host share its GPUs, if they are more than the GPUs. This checks "
-        "correctness, NCCL between ranks included; speeds then mean nothing (docs/gpu.md).")
+        "Let the ranks of a host share its GPUs if it has fewer GPUs than ranks. This checks "
+        "correctness, also of NCCL between ranks; speeds then mean nothing (docs/gpu.md).")
     deterministic: bool = work(False, help=
         "Compute the same bits in every run on the same machines. GPUs then use slower kernels, "
         "and Horovod sends each gradient separately; see docs/recipe.md.")
@@ -419,17 +420,16 @@ class RunFlags:
         "Resume from this checkpoint: a path, or `auto` for the newest complete checkpoint of the "
         "run --name; if that has none, the run starts from the beginning.")
     allow_changed_data: bool = run(False, help=
-        "Resume from a checkpoint even if the images are not those it was trained on (their order "
-        "is then different), or as many classes have other names.")
+        "Resume from a checkpoint even if it was trained on other images (their order is then "
+        "different), or if the classes have other names; their number must be the same.")
     checkpoint_steps: int | None = run(None, at_least(1), needs=("checkpoints", "training"), help=
         "Steps between two checkpoints, in addition to those after every epoch.")
     checkpoint_minutes: float = run(10.0, NOT_NEGATIVE, needs=("checkpoints", "training"), help=
         "Also write a checkpoint when the last one is this many minutes old. 0: never.")
     keep_checkpoints: int = run(2, at_least(0), help=
-        "How many of the newest checkpoints to keep. Beside them the best one is kept, one that "
-        "is an epoch older (1,000 steps in longer epochs), and the next in line to replace that "
-        "one. "
-        "0: write no checkpoints.")
+        "How many of the newest checkpoints to keep. The best one is kept, too, one that is an "
+        "epoch older (1,000 steps in longer epochs), and the one that will replace that. 0: write "
+        "no checkpoints.")
     weight_check_steps: int = run(500, at_least(0), needs=("training", "workers"), help=
         "Steps between two checks that all ranks have the same weights; each checkpoint checks it, "
         "too. 0: only checkpoints do.")
