@@ -22,7 +22,8 @@ from benchmarks import run as bench_run
 from benchmarks.programs import decode
 from benchmarks.programs.trainer import Nothing
 from compare.evidence import goals
-from compare.evidence.goals import Goal, decided
+from compare.evidence.goals import Goal
+from compare.evidence.judgement import UNDECIDED, decided
 from compare.evidence.paired import Estimate, student_quantile
 from compare.evidence.record import contradictions_of_turns, read_comparison
 from compare.evidence.turns import Block, Turn
@@ -62,11 +63,11 @@ def verdict(least: float, low: float | None, high: float | None, unit: str = "")
     ("low", "high", "expected"),
     [
         (0.9801, 0.99, goals.REACHED),
-        (0.96, 0.99, goals.UNDECIDED),
+        (0.96, 0.99, UNDECIDED),
         (0.96, 0.97, goals.MISSED),
         (0.971, 1.05, goals.AT_GOAL),
-        (0.969, 1.05, goals.UNDECIDED),
-        (None, None, goals.UNDECIDED),
+        (0.969, 1.05, UNDECIDED),
+        (None, None, UNDECIDED),
     ],
 )
 def test_verdicts(low: float | None, high: float | None, expected: str) -> None:
@@ -88,7 +89,7 @@ def test_verdicts(low: float | None, high: float | None, expected: str) -> None:
 def test_at_the_goal_is_within_half_of_what_it_allows(least: float, unit: str, near: float) -> None:
     small = 1e-6 * least
     just, too_far = (verdict(least, least - near + e, 1.1 * least, unit) for e in (small, -small))
-    assert (just, too_far) == (goals.AT_GOAL if near else goals.REACHED, goals.UNDECIDED)
+    assert (just, too_far) == (goals.AT_GOAL if near else goals.REACHED, UNDECIDED)
 
 
 def test_several_goals_are_corrected_as_several_verdicts_are() -> None:
@@ -98,7 +99,7 @@ def test_several_goals_are_corrected_as_several_verdicts_are() -> None:
     assert [goal.decision for goal in decided([barely])] == [goals.REACHED]
     far = replace(barely, speed=an_estimate(0.95, 1.1))
     found = decided([barely] * 4 + [far])
-    assert [goal.decision for goal in found] == [goals.UNDECIDED] * 4 + [goals.REACHED]
+    assert [goal.decision for goal in found] == [UNDECIDED] * 4 + [goals.REACHED]
     assert {goal.family for goal in found} == {5}
 
 

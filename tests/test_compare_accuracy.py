@@ -19,15 +19,13 @@ from compare import report
 from compare.evidence.accuracy import (
     POWER,
     SIZES,
-    PointDifference,
     deviation_interval,
-    point_difference,
     power_of,
     seeds_to_show,
     time_ratio,
 )
 from compare.evidence.curves import band
-from compare.evidence.paired import student_quantile
+from compare.evidence.paired import PointDifference, point_difference, student_quantile
 from compare.evidence.record import read_comparison
 from compare.page.formats import as_page
 from compare.page.learning import learning_plots

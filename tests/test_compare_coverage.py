@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from compare.evidence.judgement import holm
+from compare.evidence.judgement import decided, holm
 from compare.evidence.occasions import RECORDED_SPREAD, pool
 from compare.evidence.paired import (
     Estimate,
@@ -36,7 +36,7 @@ from compare.evidence.stopping import (
     reason_to_stop,
 )
 from compare.evidence.turns import Block
-from compare.evidence.verdicts import DIFFERENT, Verdict, decided
+from compare.evidence.verdicts import DIFFERENT, Verdict
 from compare.plan.blocks import MIN_BLOCKS, ROUNDS
 from compare.plan.plan import Plan
 from compare.running.scheduler import ABLATION_EVERY

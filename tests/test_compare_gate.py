@@ -20,10 +20,10 @@ from compare.evidence.goals import (
     NOT_JUDGED,
     PASSED,
     REACHED,
-    UNDECIDED,
     Goal,
     gate_result,
 )
+from compare.evidence.judgement import UNDECIDED
 from compare.evidence.paired import Estimate
 from compare.evidence.record import FILE, LOCK, FailureLine, PlanLine, Record
 from compare.plan.plan import Outcome

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from test_compare_coverage import LAUNCH
 
-from compare.evidence.goals import FAILED, PASSED, UNDECIDED, Goal, decided, gate_result
+from compare.evidence.goals import FAILED, PASSED, Goal, gate_result
 from compare.evidence.group import Group
+from compare.evidence.judgement import UNDECIDED, decided
 from compare.evidence.paired import (
     LAUNCH_SHARE,
     Estimate,

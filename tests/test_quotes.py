@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from compare.evidence.goals import AT_GOAL, MISSED, REACHED, UNDECIDED, Goal
-from compare.evidence.judgement import holm
+from compare.evidence.goals import AT_GOAL, MISSED, REACHED, Goal
+from compare.evidence.judgement import UNDECIDED, holm
 from compare.evidence.occasions import RECORDED_SPREAD, pool
 from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
 from compare.evidence.record import FILE, read_comparison

@@ -22,20 +22,20 @@ from typing import NamedTuple
 from scipy.special import chdtri, nctdtr, ndtri
 
 from compare.evidence.group import Group
-from compare.evidence.judgement import Finding, find, holm
+from compare.evidence.judgement import UNDECIDED, Finding, Tested, decided, find
 from compare.evidence.paired import (
     CONFIDENCE,
     Estimate,
+    PointDifference,
     estimate_logs,
-    p_error_beyond,
+    point_difference,
     student_quantile,
     with_error,
 )
 from compare.evidence.record import Record
 from compare.evidence.rows import Row, cell_fields, cells_of
 from compare.evidence.runs import RunRecord
-from compare.evidence.verdicts import FailedRun, NotReached, Verdict, equal_weights
-from compare.evidence.verdicts import decided as decided_by_speed
+from compare.evidence.verdicts import FailedRun, NotReached, OnPair, Verdict, equal_weights
 from compare.plan.blocks import MIN_BLOCKS
 
 SIZES = (0.5, 0.2, 0.1)  # differences of top-1, in points, for which the seeds needed are told
@@ -145,14 +145,9 @@ def median_and_range(values: Sequence[float]) -> tuple[float, float, float] | No
 # ---------------------------------------------------------------------------- the time to accuracy
 
 
-class Pair(NamedTuple):
-    """The trainings of two configurations with one seed."""
-
-    first: RunRecord
-    second: RunRecord
-
-
-def pairs_of(group: Group, pair: tuple[str, str], with_failures: bool = False) -> list[Pair]:
+def pairs_of(
+    group: Group, pair: tuple[str, str], with_failures: bool = False
+) -> list[tuple[RunRecord, RunRecord]]:
     """Return the planned trainings of two configurations that both completed, seed by seed; or
     those that both ended, also by a failure, if any training of the group has an accuracy."""
     with_failures = with_failures and any(run.has_accuracy for run in group.complete)
@@ -165,7 +160,7 @@ def pairs_of(group: Group, pair: tuple[str, str], with_failures: bool = False) -
         }
         for name in pair
     )
-    return [Pair(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
+    return [(first[block], second[block]) for block in sorted(first.keys() & second.keys())]
 
 
 def failed_runs(group: Group, pair: tuple[str, str]) -> tuple[FailedRun, ...]:
@@ -199,7 +194,7 @@ def is_bit_equal(group: Group, pair: tuple[str, str]) -> bool:
 def judge_times(record: Record, labels: Mapping[str, str]) -> list[Verdict]:
     """Return a verdict on the times to the accuracy for each group that has one, and each pair of
     configurations."""
-    return decided_by_speed(
+    return decided(
         [
             judge_time(record, group, pair, target, labels)
             for group in (record.groups if has_seeds(record) else ())
@@ -284,60 +279,6 @@ def time_ratio(
 # ------------------------------------------------------------------------------ the final accuracy
 
 
-@dataclass(frozen=True)
-class PointDifference:
-    """Top-1 of the first minus that of the second, in percentage points, as the mean over seeds
-    with its interval: Student's t on the seeds' differences (Biometrika 6, 1908)."""
-
-    mean: float
-    half_width: float | None  # of the interval; None: fewer than MIN_BLOCKS seeds
-    values: tuple[float, ...]  # seed by seed
-    error: float = 0.0  # standard error of the mean
-    confidence: float = CONFIDENCE
-
-    @property
-    def degrees(self) -> int:
-        return len(self.values) - 1
-
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """The ends of the interval; None without one."""
-        half = self.half_width
-        return None if half is None else (self.mean - half, self.mean + half)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of a seed's difference."""
-        return self.error * math.sqrt(len(self.values))
-
-    def p_difference(self, value: float = 0) -> float:
-        """Return the two-sided p-value of the hypothesis that the true difference is `value`: by
-        default, that both are equally accurate."""
-        return 2 * p_error_beyond(abs(self.mean - value), self.error, self.degrees)
-
-    def p_equality(self, margin: float) -> float:
-        """Return the p-value of the hypothesis that they differ by at least `margin` points, by two
-        one-sided tests (Schuirmann 1987)."""
-        return p_error_beyond(margin - abs(self.mean), self.error, self.degrees)
-
-
-def point_difference(
-    values: Sequence[float], image: float, confidence: float = CONFIDENCE
-) -> PointDifference:
-    """Estimate a difference of top-1 from those of some seeds, in points.
-
-    `image`: by how many points one validation image changes top-1. Few seeds may agree because
-    accuracies have such steps. So the standard error is at least the one of seeds that all agree
-    but for one, by one image.
-    """
-    center, number = fmean(values), len(values)
-    if number < MIN_BLOCKS:
-        return PointDifference(center, None, tuple(values), confidence=confidence)
-    error = max(stdev(values) / math.sqrt(number), image / number)
-    half = student_quantile(confidence, number - 1) * error
-    return PointDifference(center, half, tuple(values), error, confidence)
-
-
 class SeedsNeeded(NamedTuple):
     """How many seeds show a difference of top-1: by the standard deviation as it was measured, and
     by the ends of its interval."""
@@ -359,22 +300,16 @@ class Power:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccuracyVerdict(Finding):
-    """The verdict on the final top-1 of two configurations, in one case at one number of workers.
-    `speed` is not used."""
+class AccuracyVerdict(OnPair):
+    """The verdict on the final top-1 of two configurations; the margin is in points, `speed` is not
+    used. Its decision is "identical", "equal", "higher", "lower" or "undecided". It is not judged
+    if trainings failed: the other seeds alone would favour the side that fails."""
 
-    first: str
-    second: str
-    first_label: str
-    second_label: str
-    margin: float  # largest difference that counts as equal, points
     seeds: int  # that both completed
     ended_at: tuple[float, ...]  # each --desired-acc, percent: final accuracies then say nothing
-    failed: tuple[FailedRun, ...]  # the other seeds alone would favour the side that fails
     is_bit_equal: bool
     points: PointDifference | None
     power: Power | None
-    decision: str = "undecided"  # or "identical", "equal", "higher", "lower"
 
     @property
     def is_exact(self) -> bool:
@@ -383,11 +318,19 @@ class AccuracyVerdict(Finding):
         return self.is_bit_equal and not self.differences and not self.failed
 
     @property
-    def is_judged(self) -> bool:
-        """Whether a test may decide it."""
+    def tested(self) -> Tested | None:
         has_interval = self.points is not None and self.points.half_width is not None
         is_excluded = self.differences or self.failed or self.is_exact
-        return has_interval and self.is_finished and not is_excluded
+        return self.points if has_interval and self.is_finished and not is_excluded else None
+
+    def decision_by(self, is_different: bool, is_near: bool) -> str:
+        if self.is_exact:
+            return IDENTICAL
+        if is_near:
+            return "equal"
+        if is_different:
+            return "higher" if self.points and self.points.mean > 0 else "lower"
+        return UNDECIDED
 
 
 def judge_accuracies(record: Record, labels: Mapping[str, str]) -> list[AccuracyVerdict]:
@@ -399,8 +342,7 @@ def judge_accuracies(record: Record, labels: Mapping[str, str]) -> list[Accuracy
             for group in (record.groups if has_seeds(record) else ())
             for pair in record.plan.pairs()
             if pairs_of(group, pair, with_failures=True)
-        ],
-        1 - record.confidence,
+        ]
     )
 
 
@@ -438,28 +380,6 @@ def judge_accuracy(
         points=points if is_equal or not ended else None,
         power=found_power,
     )
-
-
-def decided(verdicts: Sequence[AccuracyVerdict], error: float) -> list[AccuracyVerdict]:
-    """Return the verdicts with their decisions, as `verdicts.decided` makes them of speeds: in all
-    together the probability of any false "higher" or "lower" is at most `error`, and so is that of
-    any false "equal"."""
-    judged = {i: one.points for i, one in enumerate(verdicts) if one.is_judged and one.points}
-    unequal = holm({i: points.p_difference() for i, points in judged.items()}, error)
-    equal = holm(
-        {i: points.p_equality(verdicts[i].margin) for i, points in judged.items()}, error / 2
-    )
-    with_decisions = []
-    for index, verdict in enumerate(verdicts):
-        decision = verdict.decision
-        if verdict.is_exact:
-            decision = IDENTICAL
-        elif index in equal:
-            decision = "equal"
-        elif index in unequal:
-            decision = "higher" if judged[index].mean > 0 else "lower"
-        with_decisions.append(replace(verdict, decision=decision, family=len(judged) or 1))
-    return with_decisions
 
 
 # --------------------------------------------------------------------------------- how many seeds

@@ -5,7 +5,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compare.evidence.goals import UNDECIDED, Goal
+from compare.evidence.goals import Goal
+from compare.evidence.judgement import UNDECIDED
 from compare.evidence.paired import (
     HALF_WIDTHS_OF_80_PERCENT,
     confidence_after,

@@ -3,15 +3,16 @@ difference of two sides' final accuracies, and its goal."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from compare.evidence.accuracy import AccuracyVerdict, has_seeds, judge_accuracy
-from compare.evidence.judgement import Finding, find, holm, judged_together
-from compare.evidence.paired import CONFIDENCE
+from compare.evidence.group import Group
+from compare.evidence.judgement import UNDECIDED, Finding, Tested, decided, find
 from compare.evidence.record import Record
 
-REACHED, AT_GOAL, MISSED, UNDECIDED = "reached", "at the goal", "not reached", "undecided"
+# Decisions, beside UNDECIDED.
+REACHED, AT_GOAL, MISSED = "reached", "at the goal", "not reached"
 # What the goals of one or of several comparisons say together, for who lets a change pass or not;
 # or they are UNDECIDED.
 PASSED, FAILED, NOT_JUDGED = "passed", "failed", "not judged"
@@ -34,21 +35,27 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Goal(Finding):
-    """A goal, and the finding to judge it by."""
+    """A goal, and the finding to judge it by. Its decision is one of those above."""
 
     question: str
     name: str  # first:second, or one side
     least: float  # the value to reach, as in the plan
     unit: str = ""  # "" for a ratio
     accuracy: AccuracyVerdict | None = None  # of a goal of accuracy; its unit is then POINTS
-    decision: str = UNDECIDED  # see `decided`
+
+    @property
+    def tested(self) -> Tested | None:
+        return super().tested if self.accuracy is None else self.accuracy.tested
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the difference of accuracies is exactly 0, which needs no test."""
+        known = self.accuracy
+        return known is not None and known.is_exact and known.is_finished and known.seeds > 0
 
     @property
     def is_judged(self) -> bool:
-        if self.accuracy is None:
-            return super().is_judged
-        is_known = self.accuracy.is_exact and self.is_finished and self.accuracy.seeds > 0
-        return is_known or self.accuracy.is_judged
+        return self.is_exact or super().is_judged
 
     @property
     def found(self) -> Found | None:
@@ -69,87 +76,67 @@ class Goal(Finding):
         allowed = math.inf if self.unit else abs(1 - self.least) / 2
         return self.least - min(NEAR * self.least, allowed)
 
+    def p_values(self, tested: Tested) -> tuple[float, float]:
+        return tested.p_difference(self.least), tested.p_below(self.tolerated)
+
+    def decision_by(self, is_different: bool, is_near: bool) -> str:
+        if self.found and (is_different or self.is_exact):
+            return REACHED if self.found.value >= self.least else MISSED
+        return AT_GOAL if is_near else UNDECIDED
+
 
 def goals_of(record: Record) -> list[Goal]:
     """Return a comparison's goals in each group, with their verdicts; none of a null test, which
-    asks something else."""
-    plan, goals = record.plan, list[Goal]()
-    for group in () if plan.null else record.groups:
-        for name, least in plan.goals.items():
-            first, _, second = name.partition(":")
-            powers = {first: 1, second: -1} if second else {first: 1}
-            goals.append(
-                Goal(
-                    **vars(find(record, group, powers)),
-                    question=plan.question or record.folder.name,
-                    name=name,
-                    least=least,
-                    unit="" if second else f"{record.unit}/s",
-                )
-            )
-    return [*decided(goals), *decided_by_accuracy(goals_of_accuracy(record))]
+    asks something else. Goals of accuracy are decided by themselves."""
+    plan, groups = record.plan, [] if record.plan.null else record.groups
+    of_speed = [
+        goal_of_speed(record, group, name, least)
+        for group in groups
+        for name, least in plan.goals.items()
+    ]
+    of_accuracy = [
+        goal_of_accuracy(record, group, name, least)
+        for group in (groups if has_seeds(record) else ())
+        for name, least in plan.top1_goals.items()
+    ]
+    return [*decided(of_speed), *decided(of_accuracy)]
 
 
-def goals_of_accuracy(record: Record) -> list[Goal]:
-    """Return a comparison's goals of accuracy in each group."""
-    names = {name: name for name in record.configurations}
-    goals = []
-    for group in record.groups if has_seeds(record) else ():
-        for name, least in record.plan.top1_goals.items():
-            first, _, second = name.partition(":")
-            verdict = judge_accuracy(record, group, (first, second), names)
-            goals.append(
-                Goal(
-                    case=verdict.case,
-                    workers=verdict.workers,
-                    differences=verdict.differences,
-                    is_finished=verdict.is_finished,
-                    question=record.plan.question or record.folder.name,
-                    name=name,
-                    least=least,
-                    unit=POINTS,
-                    accuracy=verdict,
-                )
-            )
-    return goals
+def goal_of_speed(record: Record, group: Group, name: str, least: float) -> Goal:
+    """Return a goal for the ratio of two sides' speeds, or for a side's own."""
+    first, _, second = name.partition(":")
+    powers = {first: 1, second: -1} if second else {first: 1}
+    return Goal(
+        **vars(find(record, group, powers)),
+        question=question_of(record),
+        name=name,
+        least=least,
+        unit="" if second else f"{record.unit}/s",
+    )
 
 
-def decided(goals: Sequence[Goal]) -> list[Goal]:
-    """Return the goals with their decisions. As with verdicts, Holm's test runs twice: in all goals
-    together the probability of any false "reached" or "not reached" is at most 1 - CONFIDENCE, and
-    that of any false "at the goal" half of that, as it has one side only."""
-    judged, error = judged_together(goals)
-    beside = holm({i: speed.p_difference(goals[i].least) for i, speed in judged.items()}, error)
-    near = holm({i: speed.p_below(goals[i].tolerated) for i, speed in judged.items()}, error / 2)
-    with_decisions = []
-    for index, goal in enumerate(goals):
-        decision = AT_GOAL if index in near else UNDECIDED
-        if index in beside and judged[index].ratio > goal.least:
-            decision = REACHED
-        elif index in beside:
-            decision = MISSED
-        with_decisions.append(replace(goal, decision=decision, family=len(judged) or 1))
-    return with_decisions
+def goal_of_accuracy(record: Record, group: Group, name: str, least: float) -> Goal:
+    """Return a goal for the difference of two sides' final accuracies. It is judged also where
+    ranks shared a GPU, which changes no accuracy."""
+    first, _, second = name.partition(":")
+    labels = {side: side for side in record.configurations}
+    verdict = judge_accuracy(record, group, (first, second), labels)
+    return Goal(
+        case=verdict.case,
+        workers=verdict.workers,
+        differences=verdict.differences,
+        is_finished=verdict.is_finished,
+        question=question_of(record),
+        name=name,
+        least=least,
+        unit=POINTS,
+        accuracy=verdict,
+    )
 
 
-def decided_by_accuracy(goals: Sequence[Goal]) -> list[Goal]:
-    """Return the goals of accuracy with their decisions: in all together the probability of any
-    false "reached" or "not reached" is at most 1 - CONFIDENCE. A difference that is exactly 0 needs
-    no test."""
-    tested = {
-        index: goal.accuracy.points
-        for index, goal in enumerate(goals)
-        if goal.accuracy and goal.accuracy.is_judged and goal.accuracy.points
-    }
-    error = 1 - min((points.confidence for points in tested.values()), default=CONFIDENCE)
-    beside = holm({i: own.p_difference(goals[i].least) for i, own in tested.items()}, error)
-    with_decisions = []
-    for index, goal in enumerate(goals):
-        decision, found = UNDECIDED, goal.found
-        if found and (index in beside or (goal.is_judged and index not in tested)):
-            decision = REACHED if found.value >= goal.least else MISSED
-        with_decisions.append(replace(goal, decision=decision, family=len(tested) or 1))
-    return with_decisions
+def question_of(record: Record) -> str:
+    """Return what a comparison asks, or else its name."""
+    return record.plan.question or record.folder.name
 
 
 def gate_result(comparisons: Sequence[Sequence[Goal]]) -> str:

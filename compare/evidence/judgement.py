@@ -1,18 +1,24 @@
-"""What may be judged, and which of several findings hold together: one rule, which verdicts, goals
-and the all-reduces' speeds obey."""
+"""What may be judged, and which of several findings hold together: one rule, which verdicts on
+speeds and accuracies, goals, and the all-reduces' speeds obey."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from compare.evidence.equality import Fact
 from compare.evidence.group import Group
-from compare.evidence.paired import CONFIDENCE, Estimate
+from compare.evidence.paired import CONFIDENCE, Estimate, PointDifference
 from compare.evidence.record import Record
+
+UNDECIDED = "undecided"  # the decision of a finding until another one is shown
+Tested = Estimate | PointDifference
+F = TypeVar("F", bound="Finding")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What the blocks of one case at one number of workers show of some sides."""
+    """What the blocks of one case at one number of workers show of some sides. A kind of findings
+    that `decided` decides has `p_values` and `decision_by`."""
 
     case: str = ""
     workers: int = 0
@@ -21,14 +27,34 @@ class Finding:
     is_finished: bool = True  # False: the plan needs more blocks, and nothing is decided yet
     speed: Estimate | None = None  # of a ratio, or a speed; None: no blocks, or one of the above
     family: int = 1  # number of findings that Holm's correction covers
+    decision: str = UNDECIDED
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The case and the number of workers."""
+        return self.case, self.workers
+
+    @property
+    def tested(self) -> Tested | None:
+        """The estimate that decides; None if nothing may be concluded. The measurement must be
+        finished, the sides may differ only in what the plan varies, and there must be an interval.
+        (Stopping whenever the figures look good finds differences that do not exist.)"""
+        has_interval = self.speed is not None and self.speed.low is not None
+        return self.speed if has_interval and self.is_finished and not self.differences else None
 
     @property
     def is_judged(self) -> bool:
-        """Whether anything may be concluded: the measurement is finished, the sides differ only in
-        what the plan varies, and there is an interval. (Stopping whenever the figures look good
-        finds differences that do not exist.)"""
-        has_interval = self.speed is not None and self.speed.low is not None
-        return has_interval and self.is_finished and not self.differences
+        """Whether anything may be concluded."""
+        return self.tested is not None
+
+    def p_values(self, tested: Tested) -> tuple[float, float]:
+        """Return the p-values of two hypotheses: that there is no difference, and that there is one
+        that matters."""
+        raise NotImplementedError
+
+    def decision_by(self, is_different: bool, is_near: bool) -> str:
+        """Return the decision: `is_different`, `is_near`: whether these hypotheses are rejected."""
+        raise NotImplementedError
 
 
 def find(record: Record, group: Group, powers: Mapping[str, float]) -> Finding:
@@ -46,15 +72,25 @@ def find(record: Record, group: Group, powers: Mapping[str, float]) -> Finding:
     )
 
 
-def judged_together(findings: Sequence[Finding]) -> tuple[dict[int, Estimate], float]:
-    """Return the estimates that may be judged, by index, and the error that all decisions on them
-    together may have."""
-    judged = {
-        index: finding.speed
-        for index, finding in enumerate(findings)
-        if finding.is_judged and finding.speed is not None
-    }
-    return judged, 1 - min((speed.confidence for speed in judged.values()), default=CONFIDENCE)
+def decided(findings: Sequence[F]) -> list[F]:
+    """Return the findings with their decisions. In all of them together the probability of any
+    false difference is at most 1 - CONFIDENCE (in extended comparisons less), and so is that of any
+    false "equal"; that of any false "at the goal" is half of that, as it has one side only.
+
+    Holm's step-down test runs twice: over the hypotheses of no difference, and over those of a
+    difference that matters. It may reject both for a finding whose difference is certain but small.
+    """
+    tested = {i: one.tested for i, one in enumerate(findings) if one.tested is not None}
+    error = 1 - min((estimate.confidence for estimate in tested.values()), default=CONFIDENCE)
+    p_values = {i: findings[i].p_values(estimate) for i, estimate in tested.items()}
+    different = holm({i: p_value for i, (p_value, _) in p_values.items()}, error)
+    # Half the error: a single verdict is then "equal" if and only if its interval lies within the
+    # margin.
+    near = holm({i: p_value for i, (_, p_value) in p_values.items()}, error / 2)
+    return [
+        replace(one, decision=one.decision_by(i in different, i in near), family=len(tested) or 1)
+        for i, one in enumerate(findings)
+    ]
 
 
 def holm(p_values: Mapping[int, float], error: float) -> set[int]:

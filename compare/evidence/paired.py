@@ -15,6 +15,7 @@ tests/test_compare_coverage.py repeats them.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -210,6 +211,65 @@ def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
     return found
 
 
+@dataclass(frozen=True)
+class PointDifference:
+    """Top-1 of the first minus that of the second, in percentage points, as the mean over seeds
+    with its interval: Student's t on the seeds' differences (Biometrika 6, 1908)."""
+
+    mean: float
+    half_width: float | None  # of the interval; None: fewer than MIN_BLOCKS seeds
+    values: tuple[float, ...]  # seed by seed
+    error: float = 0.0  # standard error of the mean
+    confidence: float = CONFIDENCE
+
+    @property
+    def degrees(self) -> int:
+        return len(self.values) - 1
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The ends of the interval; None without one."""
+        half = self.half_width
+        return None if half is None else (self.mean - half, self.mean + half)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a seed's difference."""
+        return self.error * math.sqrt(len(self.values))
+
+    def p_difference(self, value: float = 0) -> float:
+        """Return the two-sided p-value of the hypothesis that the true difference is `value`: by
+        default, that both are equally accurate."""
+        return 2 * p_error_beyond(abs(self.mean - value), self.error, self.degrees)
+
+    def p_below(self, value: float) -> float:
+        """Return the one-sided p-value of the hypothesis that the true difference is below
+        `value`."""
+        return p_error_beyond(self.mean - value, self.error, self.degrees)
+
+    def p_equality(self, margin: float) -> float:
+        """Return the p-value of the hypothesis that they differ by at least `margin` points, by two
+        one-sided tests (Schuirmann 1987)."""
+        return p_error_beyond(margin - abs(self.mean), self.error, self.degrees)
+
+
+def point_difference(
+    values: Sequence[float], image: float, confidence: float = CONFIDENCE
+) -> PointDifference:
+    """Estimate a difference of top-1 from those of some seeds, in points.
+
+    `image`: by how many points one validation image changes top-1. Few seeds may agree because
+    accuracies have such steps. So the standard error is at least the one of seeds that all agree
+    but for one, by one image.
+    """
+    center, number = fmean(values), len(values)
+    if number < MIN_BLOCKS:
+        return PointDifference(center, None, tuple(values), confidence=confidence)
+    error = max(stdev(values) / math.sqrt(number), image / number)
+    half = student_quantile(confidence, number - 1) * error
+    return PointDifference(center, half, tuple(values), error, confidence)
+
+
 class Difference(NamedTuple):
     """The difference of two times or speeds: its mean over blocks, with its interval."""
 
@@ -219,11 +279,8 @@ class Difference(NamedTuple):
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Difference:
     """Estimate a difference from its values, one for each block."""
-    center, n = math.fsum(values) / len(values), len(values)
-    if n < MIN_BLOCKS:
-        return Difference(center, None)
-    error = float(np.std(values, ddof=1)) / math.sqrt(n)
-    return Difference(center, student_quantile(confidence, n - 1) * error)
+    found = point_difference(values, image=0.0, confidence=confidence)
+    return Difference(found.mean, found.half_width)
 
 
 def p_error_beyond(distance: float, error: float, degrees: float) -> float:

@@ -1,13 +1,13 @@
 """Verdicts: which of two configurations is faster, within a case and a number of workers."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
 from compare.evidence.equality import Fact
 from compare.evidence.group import Group
-from compare.evidence.judgement import Finding, find, holm, judged_together
+from compare.evidence.judgement import UNDECIDED, Finding, Tested, decided, find
 from compare.evidence.paired import Estimate
 from compare.evidence.record import Record
 from compare.evidence.turns import work_per_cpu_second
@@ -49,15 +49,25 @@ class FailedRun(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict(Finding):
-    """The verdict on two configurations, in one case at one number of workers; its speed is that of
-    the first / that of the second."""
+class OnPair(Finding):
+    """The verdict on two configurations, in one case at one number of workers."""
 
     first: str
     second: str
     first_label: str
     second_label: str
-    margin: float  # largest difference that counts as "equal": 0.03 is 3 %
+    margin: float  # largest difference that counts as "equal"
+    failed: tuple[FailedRun, ...] = ()  # of its whole trainings, if they are judged
+
+    def p_values(self, tested: Tested) -> tuple[float, float]:
+        return tested.p_difference(), tested.p_equality(self.margin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(OnPair):
+    """The verdict on two configurations' speeds, that of the first / that of the second; a margin
+    of 0.03 is 3 %. Its decision is "faster", "slower", "equal" or "undecided"."""
+
     unit: str = "images"  # what speeds count, per second
     is_null_test: bool = False  # both sides are the same: any difference comes from the machine
     delay: float | None = None  # in a null test's control: the second's steps take this share more
@@ -65,16 +75,23 @@ class Verdict(Finding):
     equal_weights: tuple[bool, ...] = ()  # of the full runs, block by block
     equal_work: EqualWork | None = None  # of a user's own scripts
     # Of times to an accuracy (accuracy.py), whose ratio is then the speed: top-1, percent, and the
-    # trainings that ended without it, or failed.
+    # trainings that ended without it.
     target_top1: float | None = None
     unreached: tuple[NotReached, ...] = ()
-    failed: tuple[FailedRun, ...] = ()
-    decision: str = "undecided"  # "faster", "slower", "equal", "undecided"; see `decided`
 
     @property
-    def is_judged(self) -> bool:
+    def tested(self) -> Tested | None:
         """A null test's control tests the measurement, by a rule of its own: `finds_delay`."""
-        return super().is_judged and self.delay is None
+        return super().tested if self.delay is None else None
+
+    def decision_by(self, is_different: bool, is_near: bool) -> str:
+        """Return "equal" if the difference is certain but too small to matter, except in a null
+        test, which looks for any difference."""
+        if is_near and not (self.is_null_test and is_different):
+            return "equal"
+        if is_different:
+            return "faster" if self.speed and self.speed.ratio > 1 else "slower"
+        return "faster" if self.finds_delay else UNDECIDED
 
     @property
     def has_no_ratio(self) -> bool:
@@ -101,35 +118,6 @@ def judge(record: Record, labels: Mapping[str, str]) -> list[Verdict]:
             for pair in record.plan.pairs()
         ]
     )
-
-
-def decided(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return the verdicts with their decisions. In all of them together the probability of any
-    false "faster" or "slower" is at most 1 - CONFIDENCE, and so is that of any false "equal".
-
-    Holm's step-down test runs twice: over the hypotheses of no difference, and over those of a
-    difference of the margin or more. It may reject both for a verdict whose difference is certain
-    but too small to matter. The decision is then "equal", except in a null test, which looks for
-    any difference.
-    """
-    judged, error = judged_together(verdicts)
-    unequal = holm({i: speed.p_difference() for i, speed in judged.items()}, error)
-    # Half the error: a single verdict is then "equal" if and only if its interval lies within the
-    # margin.
-    equal = holm(
-        {i: speed.p_equality(verdicts[i].margin) for i, speed in judged.items()}, error / 2
-    )
-    with_decisions = []
-    for index, verdict in enumerate(verdicts):
-        decision = "undecided"
-        if index in equal and not (verdict.is_null_test and index in unequal):
-            decision = "equal"
-        elif index in unequal:
-            decision = "faster" if judged[index].ratio > 1 else "slower"
-        elif verdict.finds_delay:
-            decision = "faster"
-        with_decisions.append(replace(verdict, decision=decision, family=len(judged) or 1))
-    return with_decisions
 
 
 def judge_pair(
@@ -174,7 +162,7 @@ def interaction(record: Record, group: Group, verdicts: Iterable[Verdict]) -> Es
     known = [
         {verdict.first, verdict.second}
         for verdict in verdicts
-        if verdict.speed is not None and (verdict.case, verdict.workers) == group.place
+        if verdict.speed is not None and verdict.place == group.place
     ]
     joined = {*corners[:1]}
     for _ in corners:

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compare.evidence.goals import FAILED, NOT_JUDGED, PASSED, UNDECIDED, gate_result
+from compare.evidence.goals import FAILED, NOT_JUDGED, PASSED, gate_result
+from compare.evidence.judgement import UNDECIDED
 from compare.evidence.words import shortest_unique_names
 from compare.page.headline import MOST_LISTED, counted, goal_clause
 from compare.page.report import Report
