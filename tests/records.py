@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
+from compare.evidence.paired import Estimate, estimate_logs
 from compare.evidence.record import FILE, BlockLine, Record, SideLine, with_digests
 from compare.evidence.runs import NO_SETTINGS, RunRecord
 from compare.evidence.stopping import BlockCost
@@ -141,6 +143,11 @@ def a_block(
         for round_, (rate, load) in enumerate(zip(of_rounds, loads or repeat(0.0), strict=False))
     ]
     return Block(number, tuple(rates), tuple(turns))
+
+
+def estimate_ratio(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """The estimate of first / second from a pair of values of each block."""
+    return estimate_logs([math.log(a / b) for a, b in zip(first, second, strict=True)])
 
 
 STEPS = 2  # of a made-up turn

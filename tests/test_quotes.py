@@ -17,11 +17,12 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
+from records import estimate_ratio
 
 from compare.evidence.goals import AT_GOAL, MISSED, REACHED, Goal
 from compare.evidence.judgement import UNDECIDED, holm
 from compare.evidence.occasions import RECORDED_SPREAD, pool
-from compare.evidence.paired import Estimate, estimate_logs, estimate_ratio
+from compare.evidence.paired import Estimate, estimate_logs
 from compare.evidence.record import FILE, read_comparison
 from compare.evidence.turns import Block
 from compare.evidence.words import ratio_text

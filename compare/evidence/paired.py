@@ -129,20 +129,9 @@ class Estimate:
         return 0.5 if self.low is None else p_error_beyond(distance, self.error, self.degrees)
 
 
-def estimate_ratio(
-    first: Sequence[float], second: Sequence[float], *, confidence: float = CONFIDENCE
-) -> Estimate:
-    """Estimate first / second from pairs of positive values, one pair for each block.
-
-    It works on logarithms, so that A/B and B/A give the same result, and because errors of times
-    and rates are proportional.
-    """
-    ratios = [math.log(a / b) for a, b in zip(first, second, strict=True)]
-    return estimate_logs(ratios, confidence=confidence)
-
-
 def estimate_logs(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """Estimate a ratio from its logarithms, one for each block."""
+    """Estimate a ratio from its logarithms, one for each block: A/B and B/A then give the same
+    result, and errors of times and rates are proportional."""
     if not logs:
         raise ValueError("no blocks: a ratio needs at least one")
     n, ratios = len(logs), tuple(math.exp(value) for value in logs)

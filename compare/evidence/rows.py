@@ -8,7 +8,7 @@ from typing import Any
 
 from compare.evidence.group import Group
 from compare.evidence.memory import KINDS, most_of
-from compare.evidence.paired import estimate_logs, estimate_ratio, mean_interval
+from compare.evidence.paired import Estimate, estimate_logs, mean_interval
 from compare.evidence.record import Record
 from compare.evidence.runs import RunRecord
 from compare.evidence.turns import throughput, work_per_cpu_second
@@ -51,17 +51,10 @@ def speed_rows(record: Record) -> list[Row]:
         rates = rates_by_block(group, name)
         if not rates:
             continue
-        base = dict[int, float]()
-        if group.workers > fewest:
-            base = rates_by_block(record.group_at(group.case, fewest), name)
-        common = [block for block in rates if block in base]
         scaling = None
-        if common:
-            scaling = estimate_ratio(
-                [rates[block] / group.workers for block in common],
-                [base[block] / fewest for block in common],
-                confidence=record.confidence,
-            )
+        if group.workers > fewest:
+            base = record.group_at(group.case, fewest)
+            scaling = ratio_between(group, base, name, ideal=group.workers / fewest)
         blocks = group.blocks_with([name])
         planned = sum(run.configuration == name for run in group.runs)
         rows.append(
@@ -86,6 +79,17 @@ def rates_by_block(group: Group, configuration: str) -> dict[int, float]:
         block.number: block.rate(configuration, throughput)
         for block in group.blocks_with([configuration])
     }
+
+
+def ratio_between(
+    group: Group, base: Group, configuration: str, ideal: float = 1
+) -> Estimate | None:
+    """Return how many times as fast a configuration is in a group as in another, as a share of the
+    ideal ratio, paired by block; None if no block has both."""
+    rates, of_base = rates_by_block(group, configuration), rates_by_block(base, configuration)
+    common = [block for block in rates if block in of_base]
+    logs = [math.log(rates[block] / of_base[block] / ideal) for block in common]
+    return estimate_logs(logs, group.confidence) if logs else None
 
 
 def training_rows(record: Record) -> list[Row]:

@@ -155,10 +155,9 @@ def estimate(
     value: Callable[[Turn], float] = throughput,
     confidence: float = CONFIDENCE,
 ) -> Estimate:
-    """Estimate the product of the sides' rates, each raised to its power, over the blocks that have
-    all these sides: {"a": 1, "b": -1} gives the ratio a / b, {"a": 1} the rate of a."""
-    whole = (block for block in blocks if powers.keys() <= {*block.order})
-    return estimate_logs([block.log_contrast(powers, value) for block in whole], confidence)
+    """Estimate the product of the sides' rates, each raised to its power, over blocks that have all
+    these sides: {"a": 1, "b": -1} gives the ratio a / b, {"a": 1} the rate of a."""
+    return estimate_logs([block.log_contrast(powers, value) for block in blocks], confidence)
 
 
 def turn_error(blocks: Sequence[Block], powers: Mapping[str, float]) -> float:
@@ -172,7 +171,6 @@ def turn_error(blocks: Sequence[Block], powers: Mapping[str, float]) -> float:
             for side, power in powers.items()
         )
         for block in blocks
-        if powers.keys() <= {*block.order}
     ]
     return math.hypot(
         *(np.std(turns) / math.sqrt(max(1, np.size(turns) - 1)) for turns in scatter)

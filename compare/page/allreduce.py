@@ -1,7 +1,6 @@
 """The figures of compare/collectives.py: how long the all-reduce of each message took, in each wire
 format by each backend, as a table and as JSON."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from textwrap import fill
@@ -10,9 +9,10 @@ from typing import Any
 import tabulate
 
 from compare.evidence.group import Group
-from compare.evidence.paired import CONFIDENCE, Estimate, estimate_logs
+from compare.evidence.paired import CONFIDENCE, Estimate
 from compare.evidence.record import Record
-from compare.evidence.turns import estimate, throughput
+from compare.evidence.rows import ratio_between
+from compare.evidence.turns import estimate
 from compare.evidence.verdicts import Verdict, judge
 from compare.evidence.words import count, difference_text, ratio_text, three_digits
 from compare.page.labels import labels_of
@@ -71,7 +71,7 @@ def figure_of(
     num_bytes = round(block.counted(backend)[0].images / block.steps[backend])
     algbw = estimate(group.blocks, {backend: 1}).ratio
     ranks = group.sides[0].environment.world_size
-    full = groups.get(f"{message}-{FULL}")
+    full = groups.get(f"{message}-{FULL}") if wire != FULL and not group.ranks_per_gpu else None
     return Figure(
         message=label_of(message, num_bytes),
         wire=wire,
@@ -81,7 +81,7 @@ def figure_of(
         algbw=algbw,
         busbw=algbw * 2 * (ranks - 1) / ranks,
         against_first=verdict.speed.inverse() if verdict and verdict.speed else None,
-        against_fp32=speed_between(group, full, backend) if full and wire != FULL else None,
+        against_fp32=ratio_between(group, full, backend) if full else None,
         decision=OPPOSITE.get(verdict.decision, verdict.decision) if verdict else "undecided",
     )
 
@@ -92,18 +92,6 @@ def label_of(message: str, num_bytes: int) -> str:
         return message.replace(".", " ")
     unit, size = next((unit, size) for unit, size in UNITS.items() if num_bytes >= size)
     return f"{num_bytes / size:.4g} {unit}"
-
-
-def speed_between(group: Group, other: Group, backend: str) -> Estimate | None:
-    """Return how many times as fast a backend is in one case as in another, paired by block: a
-    launch measures both. None if no block has both, or if ranks share a GPU."""
-    rates = {block.number: block.rate(backend, throughput) for block in other.blocks}
-    logs = [
-        math.log(block.rate(backend, throughput) / rates[block.number])
-        for block in group.blocks
-        if block.number in rates
-    ]
-    return estimate_logs(logs, group.confidence) if logs and not group.ranks_per_gpu else None
 
 
 def text_report(record: Record) -> str:

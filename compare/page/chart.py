@@ -63,6 +63,11 @@ Points = Sequence[tuple[float, float]]
 T = TypeVar("T")
 
 
+def colour_of(index: int) -> str:
+    """Return the colour of a series, the same in all plots."""
+    return COLOURS[index % len(COLOURS)]
+
+
 def css_variables(medium: int) -> str:
     """Return the colours of one column of PALETTE for a style sheet."""
     return " ".join(f"--{name}: {values[medium]};" for name, values in PALETTE.items())
@@ -172,7 +177,7 @@ def series_layers(
     """Return the line of a series, and markers of half-width `mark` unless it is 0. A series looks
     the same in all plots. The first one's line is wide and lies below the others, so that of two
     equal curves both stay visible."""
-    colour = COLOURS[index % len(COLOURS)]
+    colour = colour_of(index)
     shape = (index + index // len(COLOURS)) % len(MARKERS)  # shifts when colours repeat
     opacity = 0.9
     if index == 0:

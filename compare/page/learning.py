@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from compare.evidence.curves import Curve, Figure, Part, band, by_epochs, by_seconds
 from compare.evidence.runs import RunRecord
 from compare.page.chart import (
-    COLOURS,
     MUTED,
     Layer,
     Plot,
+    colour_of,
     linear,
     series_layers,
     thinned,
@@ -48,7 +48,7 @@ class Trainings:
 
     @property
     def colour(self) -> str:
-        return COLOURS[self.index % len(COLOURS)]
+        return colour_of(self.index)
 
 
 def learning_plots(trainings: Sequence[Trainings], target: float | None = None) -> list[Plot]:

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from compare.evidence.rows import EXPOSED, Row, cells_of
-from compare.evidence.runs import RunRecord
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import place_text, ratio_text, three_digits
 from compare.page.chart import (
-    COLOURS,
     GRID,
     INK,
     MUTED,
@@ -20,6 +18,7 @@ from compare.page.chart import (
     PlotRow,
     Scale,
     bar,
+    colour_of,
     linear,
     series_layers,
     thinned,
@@ -62,12 +61,6 @@ def placed(plots: Iterable[Plot], case: str) -> list[Plot]:
         for plot in plots
         if any(layer.points for layer in plot.layers)
     ]
-
-
-def line_style(report: Report, name: str) -> tuple[int, str]:
-    """Return a configuration's index, and its colour in all plots."""
-    index = [*report.record.configurations].index(name)
-    return index, COLOURS[index % len(COLOURS)]
 
 
 # ------------------------------------------------------------------------------------ the verdict
@@ -156,10 +149,12 @@ def plot_throughput(report: Report, case: str) -> Plot:
     """Show each configuration's speed at each number of workers."""
     rows = [row for row in report.speed if row["case"] == case]
     layers, named, unit = list[Layer](), list[PlotRow](), report.record.unit
+    names = [*report.record.configurations]
     fewest: dict[str, Row] = {}
     for y, (row, name) in enumerate(zip(rows, row_names(report, rows), strict=True)):
         configuration, rate = row["configuration"], row["images_per_second"]
-        base, colour = fewest.setdefault(configuration, row), line_style(report, configuration)[1]
+        base = fewest.setdefault(configuration, row)
+        colour = colour_of(names.index(configuration))
         shown = f"{three_digits(rate)} {unit}/s"
         layers.append(bar(0, rate, y + 0.14, colour, 13, 0.7, f"{name}: {shown}"))
         range_ = [(row["lowest"], y + 0.14), (row["highest"], y + 0.14)]
@@ -195,9 +190,10 @@ def plot_drift(report: Report, case: str) -> Plot:
     """Show the speeds of each block's turns that count, in the order in which they ran; of whole
     runs, one point a block. Nothing if there is a single point only."""
     layers: list[Layer] = []
+    names, unit, last = [*report.record.configurations], report.record.unit, 1
     cells = [cell for cell in cells_of(report.record) if cell[0].case == case]
-    unit, last = report.record.unit, 1
-    most = max(3, MAX_POINTS // sum(len(group.blocks) for group, _ in cells))
+    num_lines = sum(len(group.blocks) for group, _ in cells)
+    most = MAX_POINTS // max(1, num_lines)
     for group, name in cells:
         points, texts = list[tuple[float, float]](), list[str]()
         place = place_text(report.labels[name], group.workers)
@@ -210,7 +206,7 @@ def plot_drift(report: Report, case: str) -> Plot:
             points.append((math.nan, math.nan))  # blocks are not joined
             texts.append("")
             last = max(last, block.number)
-        index, mark = line_style(report, name)[0], 0 if report.record.is_by_turns else 2
+        index, mark = names.index(name), 0 if report.record.is_by_turns else 2
         layers += series_layers(index, report.labels[name], points, texts, 1.1, mark)
     found = [point for layer in layers for point in layer.points if math.isfinite(point[0])]
     if len({across for across, _ in found}) < 2:
@@ -274,14 +270,10 @@ def plots_of_trainings(report: Report, case: str) -> list[Plot]:
     """Return the learning curves of a case's complete whole runs with the most workers."""
     whole = [run for run in report.record.complete if run.case == case and run.has_accuracy]
     most = max((run.workers for run in whole), default=0)
-    by_name: dict[str, list[RunRecord]] = {name: [] for name in report.record.configurations}
-    for run in whole:
-        if run.workers == most:
-            by_name[run.configuration].append(run)
     trainings = [
         Trainings(report.labels[name], index, runs)
-        for index, (name, runs) in enumerate(by_name.items())
-        if runs
+        for index, name in enumerate(report.record.configurations)
+        if (runs := [run for run in whole if (run.workers, run.configuration) == (most, name)])
     ]
     targets = [verdict.target_top1 for verdict in report.times if verdict.case == case]
     return learning_plots(trainings, *targets[:1])
