@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +26,7 @@ from compare.evidence.accuracy import (
     time_ratio,
 )
 from compare.evidence.curves import band
+from compare.evidence.extension import extension_of
 from compare.evidence.paired import PointDifference, point_difference, student_quantile
 from compare.evidence.record import read_comparison
 from compare.page.formats import as_page
@@ -475,6 +477,12 @@ def test_accuracy_is_decided_when_all_full_runs_have_ended(tmp_path):
     [time], [accuracy], [verdict] = found.times, found.accuracies, found.verdicts
     assert verdict.is_finished and not time.is_finished and not accuracy.is_judged
     assert (time.decision, accuracy.decision) == ("undecided", "undecided")
+
+
+def test_more_turns_are_not_said_to_decide_the_times_of_whole_trainings(tmp_path):
+    found = report_of(by_turns(tmp_path / "c", target_top1=97.0))
+    found.verdicts, found.times = [], [replace(found.times[0], decision="undecided")]
+    assert extension_of(found.record, found.times) and found.next_step == ("", "")
 
 
 def test_pairs_and_cases_without_a_target_keep_their_verdicts(tmp_path):

@@ -1,6 +1,7 @@
 """What a comparison may conclude: only from runs that differ in what the plan varies, within one
 case, and with the reason where it was measured."""
 
+import itertools
 import json
 import math
 import re
@@ -11,7 +12,18 @@ from unittest import mock
 
 import pytest
 from making import CPU, a_world
-from records import a_plan, anew, drop_runs, edit, fail_run, find, make_turns, verdicts_of
+from records import (
+    a_plan,
+    anew,
+    drop_runs,
+    edit,
+    fail_run,
+    find,
+    lines_of,
+    make_turns,
+    part_of,
+    verdicts_of,
+)
 from test_compare_records import TWO_CASES, change, edit_fingerprint, make_comparison
 from test_environment import CONFIG, print_of
 
@@ -344,6 +356,17 @@ def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
     assert labels_of(anew(comparison)) == labels
 
 
+def test_each_pair_of_a_null_test_has_labels_of_its_own(tmp_path):
+    plan = {"configurations": ("ddp-torchrun", "ddp-mpirun"), "null": True}
+    labels = {
+        "ddp-torchrun": "DDP over Gloo by torchrun",
+        "ddp-torchrun-again": "DDP over Gloo by torchrun, again",
+        "ddp-mpirun": "DDP over Gloo by mpirun",
+        "ddp-mpirun-again": "DDP over Gloo by mpirun, again",
+    }
+    assert labels_of(compare(tmp_path, blocks=1, **plan)) == labels
+
+
 # ------------------------------------------------------------------------- the null test
 
 
@@ -439,6 +462,16 @@ def test_the_runs_of_two_cases_are_never_compared(tmp_path):
     assert "block-1/VGG-16/horovod-mpi-2: failed with exit code 3" in line
 
 
+def test_a_case_whose_runs_all_failed_leaves_the_others_report(tmp_path):
+    comparison = compare(tmp_path, cases=TWO_CASES)
+    for block, name in itertools.product((1, 2, 3), ("ddp-torchrun", "horovod-mpi")):
+        fail_run(comparison.folder, f"block-{block}/VGG-16/{name}-2", exit_code=3)
+    report = Report(read_comparison(comparison.folder))
+    names = {plot.name for plot in draw_plots(report)}
+    assert "drift-ResNet-18" in names and "drift-VGG-16" not in names
+    assert "no block was completed by both" in as_page([report])
+
+
 # ------------------------------------------------------------------------- phases
 
 
@@ -486,6 +519,27 @@ def test_phases_of_turns_add_up_to_the_verdicts_difference(tmp_path, monkeypatch
     assert whole.mean < 0 and exchange.mean + exchange.half_width < 0  # as the turns have it
     text = as_text([Report(comparison)])
     assert re.search(r"ddp-torchrun − horovod-mpi .* −\d+\.\d ±\d", text)
+
+
+def test_phases_add_up_if_a_block_has_no_quiet_turns_without_exchange(tmp_path):
+    """The exchange is then part of backward in all blocks, not in that one alone."""
+    comparison = by_turns(tmp_path / "compare-1", SPEEDS)
+    file = Path("turns/2-workers/block-2/block.json")
+    turns = part_of(lines_of(comparison.folder), file)["turns"]
+    disturbed = [
+        turn | {"other_load": 0.8} if turn["purpose"] == "ablation" else turn for turn in turns
+    ]
+    edit(comparison.folder / file, turns=disturbed)
+    comparison = read_comparison(comparison.folder)
+    for row in phase_rows(comparison):
+        phases = {name: row[name] for name in row if name.endswith("_seconds")}
+        whole = phases.pop("step_seconds")
+        assert math.fsum(phases.values()) == pytest.approx(whole)
+    [row] = explained(comparison)
+    means = {name: row[name].mean for name in row if name.endswith("_seconds")}
+    whole = means.pop("step_seconds")
+    assert math.fsum(means.values()) == pytest.approx(whole)
+    assert row["backward_seconds"].mean == pytest.approx(whole, rel=0.2)
 
 
 def test_with_one_worker_no_communication_is_to_blame(tmp_path):

@@ -25,7 +25,7 @@ from compare.evidence.paired import Estimate
 from compare.evidence.record import read_comparison
 from compare.evidence.rows import speed_rows, training_rows
 from compare.evidence.stopping import reason_to_end
-from compare.page.chart import INK, Plot
+from compare.page.chart import INK, Plot, shortened
 from compare.page.formats import as_page
 from compare.page.headline import OF_ENGINES, headline, headline_of_occasions
 from compare.page.plots import draw_plots
@@ -512,6 +512,10 @@ def test_tables_fit_into_the_terminal(square, capsys, monkeypatch, columns):
     lines = [line for line in text.splitlines() if re.search(r"  |^-", line.strip())]
     assert len(lines) > 20 and max(map(len, lines)) <= columns
     assert {*re.findall(r"[−+±]?\d[\d.]*", whole)} == {*re.findall(r"[−+±]?\d[\d.]*", text)}
+
+
+def test_a_text_without_any_room_is_an_ellipsis():
+    assert [shortened("images/s", width) for width in (-1, 0, 200)] == ["…", "…", "images/s"]
 
 
 def a_speed(ratio: float, width: float = 1.25) -> Estimate:

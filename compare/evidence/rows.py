@@ -178,7 +178,8 @@ def median_or_none(values: Sequence[float | None]) -> float | None:
 
 def phases_by_block(group: Group, configuration: str) -> dict[int, dict[str, float]]:
     """Return the seconds of a configuration's mean step by phase, for each block that measured
-    them: by turns, or else in whole runs, where the exchange is part of backward."""
+    them: by turns, or else in whole runs, where the exchange is part of backward. So it is in all
+    blocks if one of them had no quiet turns without it: else their means would not add up."""
     by_turns = {
         block.number: block.phases(configuration) for block in group.blocks_with([configuration])
     }
@@ -191,7 +192,18 @@ def phases_by_block(group: Group, configuration: str) -> dict[int, dict[str, flo
         for run in group.complete_runs(configuration)
     }
     by_block = by_turns if any(by_turns.values()) else by_runs
-    return {block: seconds for block, seconds in by_block.items() if "step_seconds" in seconds}
+    found = {block: seconds for block, seconds in by_block.items() if "step_seconds" in seconds}
+    if all(EXPOSED in seconds for seconds in found.values()):
+        return found
+    return {block: exchange_in_backward(seconds) for block, seconds in found.items()}
+
+
+def exchange_in_backward(step: dict[str, float]) -> dict[str, float]:
+    """Return a step's seconds as if its exchange had not been measured separately."""
+    if EXPOSED not in step:
+        return step
+    others = {name: seconds for name, seconds in step.items() if name != EXPOSED}
+    return others | {BACKWARD: step[BACKWARD] + step[EXPOSED]}
 
 
 def phase_rows(record: Record) -> list[Row]:
@@ -249,8 +261,5 @@ def subtract_phases(own: dict[str, float], other: dict[str, float]) -> dict[str,
     """Return one step's seconds minus another's. If only one of them measured the exchange
     separately, it counts as part of backward in both."""
     if (EXPOSED in own) != (EXPOSED in other):
-        own, other = (
-            {**step, BACKWARD: step.get(BACKWARD, 0.0) + step.get(EXPOSED, 0.0)}
-            for step in (own, other)
-        )
+        own, other = exchange_in_backward(own), exchange_in_backward(other)
     return {name: own[name] - other[name] for name in own if name in other}

@@ -291,8 +291,8 @@ def text_width(text: str) -> float:
 
 
 def shortened(text: str, width: float) -> str:
-    """Shorten a text to a width, with an ellipsis."""
-    while text_width(text) > width:
+    """Shorten a text to a width, with an ellipsis, which stays in any case."""
+    while text_width(text) > width and text != "…":
         text = f"{text[:-2]}…"
     return text
 

@@ -15,18 +15,23 @@ STOCK = {
 def labels_of(record: Record) -> dict[str, str]:
     """Name each configuration by its engine, by the transport that really carried its gradients,
     and by its own settings, as in "DDP over Gloo with --static-graph". If two would have the same
-    label, it also gets its launcher or its own name. A user's own script keeps its name."""
+    label, it also gets its launcher or its own name; the second one of a null test's pair has the
+    first one's. A user's own script keeps its name."""
     names = [*record.configurations]
     if record.plan.side:
         return {name: name for name in names}
-    short, labels = {name: used_and_set(record, name) for name in names}, dict[str, str]()
+    first_of = {twin: name for name, twin in record.plan.pairs()} if record.plan.null else {}
+    short = {name: used_and_set(record, name) for name in names if name not in first_of}
+    labels = dict[str, str]()
     for name in names:
-        label, is_null = short[name], record.plan.null
-        if [*short.values()].count(label) > 1 and not is_null:
+        if name in first_of:
+            is_delayed = DELAY in record.configurations[name].environment
+            labels[name] = f"{labels[first_of[name]]}, {'delayed' if is_delayed else 'again'}"
+            continue
+        label = short[name]
+        if [*short.values()].count(label) > 1:
             label = used_and_set(record, name, is_launcher_told=True)
-        if label in labels.values():
-            label = f"{label}, again" if is_null else f"{label} as {name}"
-        labels[name] = label
+        labels[name] = f"{label} as {name}" if label in labels.values() else label
     return labels
 
 
@@ -43,8 +48,6 @@ def used_and_set(record: Record, configuration: str, is_launcher_told: bool = Fa
     label += f" by {launcher}" if is_launcher_told else ""
     planned = record.configurations[configuration]
     settings = [*planned.flags, *(f"{name}={value}" for name, value in planned.environment.items())]
-    if DELAY in planned.environment:  # the control of a null test
-        return f"{label}, delayed"
     if settings and STOCK.issuperset(settings):
         return f"stock {label}"
     return f"{label} with {' '.join(settings)}" if settings else label

@@ -255,7 +255,8 @@ class Report:
         command is empty if none does so. Both are if all is decided or would take too long, or if
         this is a kept record or one of other sources, which run.py refuses to extend."""
         record, end = self.record, list[str]()
-        later = extension_of(record, [*self.verdicts, *self.times, *self.goals])
+        times = () if record.is_by_turns else self.times  # more turns are no more trainings
+        later = extension_of(record, [*self.verdicts, *times, *self.goals])
         is_elsewhere = record.folder.resolve().is_relative_to(ROOT / "results")
         is_changed = record.plan.trainers_sha256 not in (None, sources_sha256(record.plan))
         is_over = record.problem or not (record.unfinished or later)
