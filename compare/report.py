@@ -20,7 +20,8 @@ Reads the record only: it needs neither torch nor Horovod, and no machine like t
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,6 +32,7 @@ from recipe.errors import refuse, system_errors
 from recipe.files import replace_file
 
 if TYPE_CHECKING:  # `report` says why it is imported later
+    from compare.page.chart import Plot
     from compare.page.report import Report
 
 SCRIPT = "compare/report.py"
@@ -115,22 +117,16 @@ def report_comparisons(
     from compare.evidence.occasions import refuse_copies
     from compare.evidence.record import find_comparisons, read_comparison
     from compare.page import formats
-    from compare.page.chart import standalone
     from compare.page.plots import draw_plots
     from compare.page.report import Report
 
     found = [read_comparison(folder) for folder in find_comparisons(comparisons)]
     refuse_copies(found)
     reports = [Report(record) for record in found]
-    files = dict[Path, str]()
     if form == "text" and len(reports) == 1 and not (no_html or svg):
         html = html or found[0].folder / "report.html"
-    if html:
-        files[html] = formats.as_page(reports)
-    if svg:
-        plots = draw_plots(reports[0])
-        files |= {svg / f"{plot.name}.svg": standalone(plot.svg) for plot in plots}
-    write_files(files, remarks_beside(form))
+    page, plots = partial(formats.as_page, reports), partial(draw_plots, reports[0])
+    write_files(html, page, svg, plots, remarks_beside(form))
     # Last: where a reader looks first stands the answer.
     text = getattr(formats, f"as_{form}")(reports)
     print(text, end="" if text.endswith("\n") else "\n")
@@ -146,7 +142,6 @@ def report_trainings(
     folders: tuple[Path, ...], html: Path | None, svg: Path | None, no_html: bool
 ) -> int:
     """Print the final accuracies of trainings, and draw their learning curves."""
-    from compare.page.chart import standalone
     from compare.page.learning import learning_plots
     from compare.page.trainings import read_trainings, trainings_page, trainings_text
 
@@ -154,18 +149,25 @@ def report_trainings(
     if not (no_html or svg):
         common = os.path.commonpath([folder.resolve().parent for folder in folders])
         html = html or Path(common, "learning-curves.html")
-    files = {html: trainings_page(trainings)} if html else {}
-    if svg:
-        files |= {
-            svg / f"{plot.name}.svg": standalone(plot.svg) for plot in learning_plots(trainings)
-        }
-    write_files(files, sys.stdout)
+    page, plots = partial(trainings_page, trainings), partial(learning_plots, trainings)
+    write_files(html, page, svg, plots, sys.stdout)
     print(trainings_text(trainings))
     return 0
 
 
-def write_files(files: Mapping[Path, str], log: TextIO) -> None:
-    """Write files of the report, and say where they are."""
+def write_files(
+    html: Path | None,
+    page: Callable[[], str],
+    svg: Path | None,
+    plots: Callable[[], list["Plot"]],
+    log: TextIO,
+) -> None:
+    """Write the page and the plots, each if a path for it is given, and say where they are."""
+    from compare.page.chart import standalone
+
+    files = {html: page()} if html else {}
+    if svg:
+        files |= {svg / f"{plot.name}.svg": standalone(plot.svg) for plot in plots()}
     for path, text in files.items():
         with system_errors(path, "cannot be written", ELSEWHERE):
             path.parent.mkdir(parents=True, exist_ok=True)

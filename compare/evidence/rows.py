@@ -234,7 +234,7 @@ def phase_differences(record: Record, verdicts: Iterable[Verdict]) -> list[Row]:
     up to the step. Steps of different sizes are not compared."""
     rows = []
     for verdict in verdicts:
-        group = record.group_at(verdict.case, verdict.workers)
+        group = record.group_at(*verdict.place)
         ours, theirs = (phases_by_block(group, name) for name in (verdict.first, verdict.second))
         both = sorted(ours.keys() & theirs.keys())
         if verdict.is_null_test or verdict.decision not in DIFFERENT or not both:

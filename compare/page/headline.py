@@ -6,6 +6,7 @@ from typing import Any
 
 from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.goals import Goal
+from compare.evidence.judgement import UNDECIDED
 from compare.evidence.paired import Estimate
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, place_text, ratio_text
@@ -15,7 +16,7 @@ from compare.plan.blocks import MIN_BLOCKS
 
 MOST_LISTED = 6  # findings that a few sentences can hold; of more, most are only counted
 OF_ENGINES = "the ratio DDP / Horovod"  # begins the name of an interaction
-DIFFERENT, UNDECIDED, UNFINISHED = "different", "undecided", "not finished"
+DIFFERENT, UNFINISHED = "different", "not finished"
 
 
 def headline(verdicts: Sequence[Verdict], goals: Sequence[Goal]) -> list[str]:
@@ -27,7 +28,7 @@ def headline(verdicts: Sequence[Verdict], goals: Sequence[Goal]) -> list[str]:
         if pair.target_top1 is not None or f"{pair.first}:{pair.second}" not in with_goals
     ]
     findings: list[Verdict | Goal] = [*goals, *pairs]
-    is_placed = len({(finding.case, finding.workers) for finding in findings}) > 1
+    is_placed = len({finding.place for finding in findings}) > 1
     if {kind(finding) for finding in findings} == {UNFINISHED}:
         return ["Nothing is decided yet: the measurement is not finished."]
     is_short = len(findings) <= MOST_LISTED
@@ -77,7 +78,7 @@ def headline_of_accuracy(verdicts: Sequence[AccuracyVerdict]) -> list[str]:
     if len(verdicts) > MOST_LISTED:
         ways = ", ".join(f"{number} {way}" for way, number in decisions.most_common())
         return [f"Final top-1 of {len(verdicts)} pairs: {ways}."]
-    is_placed = len({(verdict.case, verdict.workers) for verdict in verdicts}) > 1
+    is_placed = len({verdict.place for verdict in verdicts}) > 1
     return [said(verdict, accuracy_claim(verdict), is_placed) for verdict in verdicts]
 
 
@@ -110,7 +111,7 @@ def kind(finding: Verdict | Goal) -> str:
 def clause(verdict: Verdict, is_placed: bool) -> str:
     """Return a verdict with its interval as a part of a sentence."""
     speed, way = verdict.speed, kind(verdict)
-    place = place_text(verdict.case, verdict.workers)
+    place = place_text(*verdict.place)
     lead = f"at {place}{',' if verdict.case else ''} " if is_placed else ""
     if speed is None or way not in (DIFFERENT, UNDECIDED) or verdict.is_null_test:
         shown = f" ({ends_text(speed)})" if speed and speed.low else ""
@@ -168,7 +169,7 @@ def headline_of_occasions(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def goal_clause(goal: Goal, is_placed: bool) -> str:
     """Return a goal's verdict with its interval as a part of a sentence."""
-    place = f" at {place_text(goal.case, goal.workers)}" if is_placed else ""
+    place = f" at {place_text(*goal.place)}" if is_placed else ""
     shown, found = "", goal.found
     if found and found.ends:
         low, high = found.ends

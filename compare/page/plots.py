@@ -71,9 +71,9 @@ def plot_verdicts(verdicts: Sequence[Verdict]) -> Plot:
     layers: list[Layer] = []
     rows: list[PlotRow] = []
     measured = [verdict for verdict in verdicts if verdict.speed is not None]
-    places = {(verdict.case, verdict.workers) for verdict in measured}
+    places = {verdict.place for verdict in measured}
     for verdict in measured:
-        at = place_text(verdict.case, verdict.workers) if len(places) > 1 else ""
+        at = place_text(*verdict.place) if len(places) > 1 else ""
         to = f"to {verdict.target_top1:g} %" if verdict.target_top1 is not None else ""
         name = ", ".join(filter(None, (f"{verdict.first_label} / {verdict.second_label}", to, at)))
         layers += verdict_layers(len(rows), name, verdict)

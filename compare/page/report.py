@@ -105,6 +105,7 @@ LITTLE_SCATTER = (
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
 WITHOUT_MPI = "mpi4py or mpirun is not installed there"
+TO_MEND = "restore the file, or give the same command of run.py again, which says how to go on"
 MEMORY = "Memory"
 # The largest values that the GNU C library takes (man 3 mallopt).
 KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=2147483647"
@@ -183,11 +184,11 @@ class Report:
         and the labels of both sides."""
         # Labels contain flags, and flags contain paths, which keep.py shortens in kept records.
         judged = {
-            (v.case, v.workers, without_paths(v.first_label), without_paths(v.second_label)): v
+            (*v.place, without_paths(v.first_label), without_paths(v.second_label)): v
             for v in self.verdicts
             if v.is_finished and v.speed and v.speed.error
         }
-        finished = {(v.case, v.workers) for v in judged.values()}
+        finished = {v.place for v in judged.values()}
         transports = [*dict.fromkeys(transport for _, transport in self.record.square)]
         return {key: v.speed for key, v in judged.items() if v.speed} | {
             (*place, f"{OF_ENGINES} over {transports[0]}", f"that over {transports[1]}"): speed
@@ -228,10 +229,9 @@ class Report:
     def asked(self) -> list[Verdict]:
         """The verdicts that answer the plan: where it asks for times to an accuracy, those on times
         in place of those on speed."""
-        timed = {(time.case, time.workers, time.first, time.second): time for time in self.times}
+        timed = {(time.place, time.first, time.second): time for time in self.times}
         return [
-            timed.get((speed.case, speed.workers, speed.first, speed.second), speed)
-            for speed in self.verdicts
+            timed.get((speed.place, speed.first, speed.second), speed) for speed in self.verdicts
         ]
 
     @property
@@ -336,11 +336,10 @@ class Report:
         first = self.verdicts[0] if self.verdicts else None
         if first is None or first.speed is None or not first.is_judged or first.is_null_test:
             return ""
-        place = (first.case, first.workers)
-        if not self.record.group_at(*place).is_as_recorded or not first.speed.error:
+        if not self.record.group_at(*first.place).is_as_recorded or not first.speed.error:
             return ""
         pooled, _ = pool([first.speed])
-        at = f" at {place_text(*place)}" if len(self.record.groups) > 1 else ""
+        at = f" at {place_text(*first.place)}" if len(self.record.groups) > 1 else ""
         return (
             "These intervals are for this occasion. On the recorded machines a ratio differed "
             f"between occasions by a standard deviation of {100 * RECORDED_SPREAD:.2f} %; if it "
@@ -509,29 +508,47 @@ def values_text(record: Record, name: str) -> str:
 def notices(record: Record) -> list[tuple[str, list[str]]]:
     """Return warnings and missing runs as lists with headings; those that do not affect a speed
     verdict have a list of their own."""
-    plan = record.plan
-    judged = {name for pair in plan.pairs() for name in pair}
-    headings = (WARNINGS, MISSING, UNREACHED, MEMORY, ASIDE)
-    found: dict[str, list[str]] = {heading: [] for heading in headings}
-    found[WARNINGS] += plan.warnings
-    for group in record.groups if has_seeds(record) else ():
-        found[UNREACHED] += [not_reached_text(run) for run in not_reached(group)]
-    found[WARNINGS] += [
-        f"{place_text(*place)}: nothing is decided, because part of the record cannot be read"
-        if record.problem
-        else f"{place_text(*place)}: the measurement is not finished, so nothing is decided; the "
-        f"same command of run.py continues it: {so_far}"
-        for place, so_far in record.unfinished.items()
-    ]
-    if plan.pairs():
-        found[WARNINGS] += doubtful_blocks(record)
-    found[WARNINGS] += correlated_blocks(record)
-    found[WARNINGS] += same_code(record)
-    found[WARNINGS] += no_own_code(record)
-    found[MISSING] += [
-        f"{name}: {WITHOUT_HOROVOD if plan.known()[name].engine == 'horovod' else WITHOUT_MPI}"
-        for name in plan.left_out
-    ]
+    plan, known, of_runs = record.plan, record.plan.known(), notices_of_runs(record)
+    found = {
+        WARNINGS: [
+            *plan.warnings,
+            *unfinished_groups(record),
+            *(doubtful_blocks(record) if plan.pairs() else ()),
+            *correlated_blocks(record),
+            *same_code(record),
+            *no_own_code(record),
+            *of_runs[WARNINGS],
+            *disturbed_blocks(record),
+        ],
+        MISSING: [
+            *(
+                f"{name}: {WITHOUT_HOROVOD if known[name].engine == 'horovod' else WITHOUT_MPI}"
+                for name in plan.left_out
+            ),
+            *of_runs[MISSING],
+            *([f"unreadable: {record.problem}; {TO_MEND}"] if record.problem else []),
+        ],
+        UNREACHED: [
+            not_reached_text(run)
+            for group in (record.groups if has_seeds(record) else ())
+            for run in not_reached(group)
+        ],
+        MEMORY: [*memory_texts(record)],
+        ASIDE: [
+            *of_runs[ASIDE],
+            *(
+                f"{failure.place}: failed, and was run again; see {record.output_of(failure)}"
+                for failure in record.earlier_failures
+            ),
+        ],
+    }
+    return [(title, lines) for title, lines in found.items() if lines]
+
+
+def notices_of_runs(record: Record) -> dict[str, list[str]]:
+    """Return, by heading, which whole runs are missing, and which other processes disturbed."""
+    judged = {name for pair in record.plan.pairs() for name in pair}
+    found = defaultdict[str, list[str]](list)
     for run in record.runs:
         folder = run.folder.relative_to(record.folder)
         matters = not record.is_by_turns and run.block > 0 and run.configuration in judged
@@ -542,28 +559,39 @@ def notices(record: Record) -> list[tuple[str, list[str]]]:
             found[WARNINGS if matters else ASIDE].append(
                 f"{folder}: other processes kept {run.other_load:.1f} of {cores} busy"
             )
-    if record.problem:
-        found[MISSING].append(
-            f"unreadable: {record.problem}; restore the file, or give the same command of run.py "
-            "again, which says how to go on"
+    return found
+
+
+def unfinished_groups(record: Record) -> Iterator[str]:
+    """Yield a warning for each group of which nothing is decided yet."""
+    for place, so_far in record.unfinished.items():
+        why = (
+            "nothing is decided, because part of the record cannot be read"
+            if record.problem
+            else "the measurement is not finished, so nothing is decided; the same command of "
+            f"run.py continues it: {so_far}"
         )
-    found[WARNINGS] += [
-        f"turns, {place_text(*group.place)}, block {block.number}: other processes kept up to "
-        f"{block.other_load:.2f} cores busy in the rounds that count"
-        for group in record.groups
-        for block in group.turns
-        if block.other_load > block.quiet_cores
-    ]
+        yield f"{place_text(*place)}: {why}"
+
+
+def disturbed_blocks(record: Record) -> Iterator[str]:
+    """Yield a warning for each block of turns that never was quiet."""
+    for group in record.groups:
+        for block in group.turns:
+            if block.other_load > block.quiet_cores:
+                yield (
+                    f"turns, {place_text(*group.place)}, block {block.number}: other processes "
+                    f"kept up to {block.other_load:.2f} cores busy in the rounds that count"
+                )
+
+
+def memory_texts(record: Record) -> Iterator[str]:
+    """Yield which sides' memory grows, and which take much from the system in each step."""
     sides = [*record.configurations]
     for group in record.groups:
         told = [leak_text(leak) for leak in leaks(group.turns, sides)]
         told += [pages_text(pages) for pages in new_pages(group.turns, sides)]
-        found[MEMORY] += [f"{place_text(*group.place)}: {text}" for text in told]
-    found[ASIDE] += [
-        f"{failure.place}: failed, and was run again; see {record.output_of(failure)}"
-        for failure in record.earlier_failures
-    ]
-    return [(title, lines) for title, lines in found.items() if lines]
+        yield from (f"{place_text(*group.place)}: {text}" for text in told)
 
 
 def leak_text(leak: Leak) -> str:

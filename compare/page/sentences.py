@@ -76,7 +76,7 @@ def sentence(verdict: Verdict) -> str:
 
 def said(verdict: Verdict | AccuracyVerdict, text: str, is_placed: bool = True) -> str:
     """Return a text as a sentence; a user's own name at its start keeps its first letter."""
-    place = place_text(verdict.case, verdict.workers)
+    place = place_text(*verdict.place)
     if is_placed and verdict.case:
         return f"{place}: {text}."
     if is_placed and verdict.workers:

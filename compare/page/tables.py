@@ -123,6 +123,10 @@ class Table:
         return [[column.cell(line) for column in self.columns] for line in self.lines]
 
 
+# Of rows that are findings.
+PLACE = Column("at", lambda finding: place_text(*finding.place), is_number=False)
+
+
 def counted(number: int, planned: int | None) -> TableCell:
     """Return a number, in red and with the planned number if some are missing."""
     if planned is None or planned <= number:
@@ -408,8 +412,7 @@ def accuracy_table(report: Report) -> Table:
 def seeds_table(report: Report) -> Table:
     """Return how far each pair's final accuracies differ, and how many seeds show a difference."""
     shown = [verdict for verdict in report.accuracies if verdict.points or verdict.power]
-    places = {(verdict.case, verdict.workers) for verdict in shown}
-    place = Column("at", lambda verdict: place_text(verdict.case, verdict.workers), is_number=False)
+    at = [PLACE] if len({verdict.place for verdict in shown}) > 1 else []
 
     def needed(index: int) -> Column:
         def cell(verdict: AccuracyVerdict) -> TableCell | None:
@@ -438,7 +441,7 @@ def seeds_table(report: Report) -> Table:
             lambda verdict: f"{verdict.first} − {verdict.second}",
             is_number=False,
         ),
-        *([place] if len(places) > 1 else []),
+        *at,
         Column("difference", difference),
         Column("verdict", lambda verdict: verdict.decision, is_number=False),
         *(
@@ -455,7 +458,7 @@ def seeds_table(report: Report) -> Table:
         "of that interval). Of identical trainings, both are for another training in place of one "
         "of them, with other weights and as much scatter."
     )
-    return Table("Final top-1, points", note, columns, shown, 2 if len(places) > 1 else 1)
+    return Table("Final top-1, points", note, columns, shown, keys=1 + len(at))
 
 
 def cell_table(
@@ -502,7 +505,7 @@ def cell_table(
 def goals_tables(reports: Sequence[Report]) -> list[Table]:
     """Return the table of the plans' goals and their verdicts; none if no plan has goals."""
     goals = [goal for report in reports for goal in report.goals]
-    places = {(goal.case, goal.workers) for goal in goals}
+    at = [PLACE] if len({goal.place for goal in goals}) > 1 else []
 
     def found(goal: Goal) -> TableCell | None:
         value = goal.found and goal.found.value
@@ -512,24 +515,23 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
         ends = goal.found and goal.found.ends
         return " – ".join(goal_figure(goal, end) for end in ends) if ends else None
 
-    def blocks(goal: Goal) -> TableCell:
+    def blocks(goal: Goal) -> int:
         speeds = goal.speed.blocks if goal.speed else 0
-        return counted(goal.accuracy.seeds if goal.accuracy else speeds, None)
+        return goal.accuracy.seeds if goal.accuracy else speeds
 
     def verdict(goal: Goal) -> TableCell:
         is_judged = goal.is_finished and not (goal.differences or goal.ranks_per_gpu)
         return TableCell(goal_verdict(goal), is_alarm=not is_judged)
 
     question = Column("question", lambda goal: goal.question, is_number=False)
-    place = Column("at", lambda goal: place_text(goal.case, goal.workers), is_number=False)
     columns = (
         *([question] if len(reports) > 1 else []),
-        *([place] if len(places) > 1 else []),
+        *at,
         Column("sides", goal_sides, is_number=False),
         Column("goal", lambda goal: f"≥ {goal_figure(goal, goal.least)}"),
         Column("found", found),
         Column("interval", interval),
-        Column("blocks", blocks),
+        Column("blocks", blocks, "{}"),
         Column("verdict", verdict, is_number=False),
     )
     note = (
@@ -555,7 +557,7 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
 def square_tables(report: Report) -> list[Table]:
     """Return a table for each case and number of workers at which both engines ran over the same
     two transports: their speeds, the ratios of engines and transports, and the interaction."""
-    places = dict.fromkeys((v.case, v.workers) for v in report.verdicts if v.speed is not None)
+    places = dict.fromkeys(v.place for v in report.verdicts if v.speed is not None)
     return [square_table(report, *place) for place in places if report.record.square]
 
 
@@ -567,7 +569,7 @@ def square_table(report: Report, *place: Any) -> Table:
         for row in report.speed
         if (row["case"], row["workers"]) == place
     }
-    here = [v for v in report.verdicts if (v.case, v.workers) == place and v.speed]
+    here = [v for v in report.verdicts if v.place == place and v.speed]
     ratios = {(v.first, v.second): v.speed for v in here if v.speed}
     ratios |= {(second, first): speed.inverse() for (first, second), speed in ratios.items()}
     first_engine, second_engine = dict.fromkeys(engine for engine, _ in corners)
