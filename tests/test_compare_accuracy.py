@@ -29,6 +29,8 @@ from compare.evidence.curves import band
 from compare.evidence.extension import extension_of
 from compare.evidence.paired import PointDifference, point_difference, student_quantile
 from compare.evidence.record import read_comparison
+from compare.evidence.verdicts import NotReached
+from compare.page.accuracy import not_reached_text
 from compare.page.formats import as_page
 from compare.page.learning import learning_plots
 from compare.page.plots import draw_plots
@@ -379,6 +381,12 @@ def test_a_seed_that_never_reached_the_accuracy_is_named_and_gives_no_ratio(tmp_
     by_name = {plot.name: plot for plot in draw_plots(found)}
     marks = [layer for layer in by_name["time-to-accuracy"].layers if layer.kind == "diamond"]
     assert sum(layer.hollow for layer in marks if len(layer.points) == 1) == 1
+
+
+def test_the_best_of_a_training_that_failed_is_not_rounded_up():
+    for best, told in ((64.1, "64.10"), (96.999, "96.99")):
+        run = NotReached("", 2, 1, 42, "ddp-torchrun", 97.0, best, 6.0, 100.0)
+        assert f"(at most {told} %)" in not_reached_text(run)
 
 
 def test_where_both_sides_fail_alike_the_other_seeds_tell_the_ratio(tmp_path, capsys):

@@ -332,6 +332,25 @@ def test_two_engines_with_settings_of_their_own_are_judged(tmp_path):
     assert differing(comparison) == [["NCCL_ALGO"]]
 
 
+def test_a_commit_is_checked_out_without_the_mark_of_changed_files(tmp_path):
+    comparison = compare(tmp_path, blocks=1)
+    for run in comparison.runs:
+        change(run.environment, git_commit="abc123+")
+    first, *_ = Report(anew(comparison)).reproduce
+    assert first == "git checkout abc123  # files were changed since"
+
+
+def test_the_version_of_cuda_is_a_fact_of_the_machine_and_the_flag_a_setting(tmp_path):
+    comparison = compare(tmp_path, blocks=1)
+    for run in comparison.runs:
+        change(run.environment, cuda="12.9")
+        run.config.flags.update(cuda=True)
+    facts = as_page([Report(anew(comparison))]).partition(">What was equal<")[2]
+    machine, _, settings = facts.partition(">Settings and digests<")
+    assert "<dt>CUDA version</dt><dd>12.9</dd>" in machine
+    assert "<dt>cuda</dt><dd>yes</dd>" in settings and "<dt>cuda</dt>" not in machine
+
+
 def test_labels_say_what_a_configuration_has_of_its_own(tmp_path):
     twin = Configuration("ddp-twin", "ddp", "torchrun")
     stock = Configuration(

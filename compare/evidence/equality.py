@@ -28,6 +28,7 @@ CONDITIONS = [
     for field in fields(Environment)
     if field.name not in {*NO_CONDITION, "variables"}  # variables are compared one by one
 ]
+CUDA_VERSION = "CUDA version"  # the name of the environment's `cuda`, which is also a flag
 # Fields that scripts alone have. Commit and places may change between blocks: `code_sha256` and the
 # versions say whether what runs has changed.
 COMMIT = "git_commit"
@@ -111,7 +112,7 @@ def conditions_of(run: RunRecord) -> dict[str, Any]:
     """Return what a run recorded of its machine, software and start, and the variables that steer
     its engine."""
     recorded = {
-        "CUDA version" if name == "cuda" else name: value  # `cuda` is a flag
+        CUDA_VERSION if name == "cuda" else name: value
         for name, value in vars(run.environment).items()
         if value is not None and name in CONDITIONS
     }
@@ -138,7 +139,7 @@ def varied_fields(plan: Plan, first: str, second: str) -> set[str]:
     transport unless both name the same; settings by flags and variables that only one of them sets.
     """
     if plan.side:  # their commands may change any condition
-        return {*CONDITIONS, "CUDA version", COMMIT}
+        return {*CONDITIONS, CUDA_VERSION, COMMIT}
     members = {member.name: member for member in plan.members()}
     a, b = members[first], members[second]
     varied = {

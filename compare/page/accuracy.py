@@ -62,7 +62,7 @@ def accuracy_sentence(verdict: AccuracyVerdict) -> str:
 
 def not_reached_text(run: NotReached) -> str:
     """Say how far a training came that did not reach the accuracy."""
-    best = math.floor(100 * run.best_top1) / 100  # never rounded up to the accuracy
+    best = math.floor(100 * run.best_top1 + 1e-9) / 100  # never rounded up to the accuracy
     return (
         f"{place_text(run.case, run.workers)}, block {run.block}, seed {run.seed}: "
         f"{run.configuration} did not reach {run.target:g} % in {run.epochs:.3g} epochs (at most "

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from compare.evidence.accuracy import target_of
-from compare.evidence.equality import MAY_CHANGE, Fact
+from compare.evidence.equality import CUDA_VERSION, MAY_CHANGE, Fact
 from compare.evidence.record import Record
 from compare.evidence.words import count, difference_text, place_text, short, shortest_unique_names
 from compare.page.accuracy import accuracy_sentence
@@ -36,6 +36,9 @@ from compare.page.tables import (
 )
 from recipe.files import json_for_readers
 from recipe.record.schema import Energy
+
+# Facts of machine and software; the others are settings and digests.
+OF_MACHINE = {*ENVIRONMENT, CUDA_VERSION} - {"cuda"}
 
 # ------------------------------------------------------------- for the terminal, and as Markdown
 
@@ -106,8 +109,8 @@ def as_page(reports: Sequence[Report]) -> str:
         folder=record.folder.resolve().name,
         squares=[*goals_tables([report]), *square_tables(report)],
         places=len(record.groups),
-        machine=fact_lines(fact for fact in others if fact.field in ENVIRONMENT),
-        settings=fact_lines(fact for fact in others if fact.field not in ENVIRONMENT),
+        machine=fact_lines(fact for fact in others if fact.field in OF_MACHINE),
+        settings=fact_lines(fact for fact in others if fact.field not in OF_MACHINE),
         varied=fact_lines(varied),
         tables=all_tables(report),
         plots=plots,

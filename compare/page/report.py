@@ -352,8 +352,9 @@ class Report:
         """The commands that repeat this comparison."""
         plan = self.record.plan
         commits = {run.configuration: run.environment.git_commit for run in self.record.written}
-        commit, tool = next(iter(commits.values())), ""
-        lines = [f"git checkout {commit}"] if commit else []
+        commit, tool = next(iter(commits.values())) or "", ""
+        changed = "  # files were changed since" if commit.endswith("+") else ""
+        lines = [f"git checkout {commit.removesuffix('+')}{changed}"] if commit else []
         lines += ["make setup", ". .venv/bin/activate"]
         if plan.side:  # each in its own repository
             tool = "TOOL/"
