@@ -610,7 +610,7 @@ def test_the_headline_tells_a_goal_in_place_of_its_pair(folder):
 def test_the_headline_of_occasions_tells_each_pair_and_no_interaction():
     def row(second: str, ratio: float) -> dict[str, Any]:
         names = {"first_label": "A over MPI", "second_label": second, "case": "", "workers": 2}
-        return {**names, "found": (None, None), "pooled": a_speed(ratio, 1.1)}
+        return {**names, "found": (a_speed(1.0),) * 2, "pooled": a_speed(ratio, 1.1)}
 
     interaction = {**row("that over Gloo", 2.0), "first_label": f"{OF_ENGINES} over MPI"}
     rows = [row("B over MPI", 1.25), row("A over Gloo", 0.5), row("C", 1.0), interaction]
@@ -620,6 +620,12 @@ def test_the_headline_of_occasions_tells_each_pair_and_no_interaction():
         "1.100 times as fast as C."
     )
     assert headline_of_occasions([row("B", 1.25)] * 8).endswith("; and 2 more in the table.")
+    all_three = row("B", 1.25) | {"found": (a_speed(1.0),) * 3}
+    two = row("C", 1.25) | {"found": (a_speed(1.0), None, a_speed(1.0))}
+    assert headline_of_occasions([all_three, two]) == (
+        "Over 3 occasions: A over MPI trained 1.25 (1.14 to 1.38) times as fast as B; A over MPI "
+        "trained 1.25 (1.14 to 1.38) times as fast as C on 2 of them."
+    )
     assert headline_of_occasions([]) == ""
 
 

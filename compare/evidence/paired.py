@@ -247,9 +247,9 @@ def point_difference(
 ) -> PointDifference:
     """Estimate a difference of top-1 from those of some seeds, in points.
 
-    `image`: by how many points one validation image changes top-1. Few seeds may agree because
-    accuracies have such steps. So the standard error is at least the one of seeds that all agree
-    but for one, by one image.
+    `image`: by how many points one validation image changes top-1; 0 of values without such steps.
+    Few seeds may agree because accuracies have them. So the standard error is at least the one of
+    seeds that all agree but for one, by one image.
     """
     center, number = fmean(values), len(values)
     if number < MIN_BLOCKS:

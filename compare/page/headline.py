@@ -152,19 +152,19 @@ def headline_of_occasions(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return in a sentence what several occasions say together of each pair, of as many pairs as it
     can hold; "" without rows. `rows`: of `over_occasions`."""
     pairs = [row for row in rows if not row["first_label"].startswith(OF_ENGINES)]
+    if not pairs:
+        return ""
     is_placed = len({(row["case"], row["workers"]) for row in pairs}) > 1
-    texts = []
+    number, texts = len(pairs[0]["found"]), []
     for row in pairs[:MOST_LISTED]:
         place = f"at {place_text(row['case'], row['workers'])}, " if is_placed else ""
-        speed = row["pooled"]
+        speed, known = row["pooled"], sum(found is not None for found in row["found"])
         is_decided = not speed.low <= 1 <= speed.high
-        texts.append(
-            f"{place}{trained(row['first_label'], row['second_label'], speed, is_decided)}"
-        )
+        text = trained(row["first_label"], row["second_label"], speed, is_decided)
+        texts.append(f"{place}{text}{f' on {known} of them' if known < number else ''}")
     if len(pairs) > MOST_LISTED:
         texts.append(f"and {len(pairs) - MOST_LISTED} more in the table")
-    occasions = count(len(rows[0]["found"]) if rows else 0, "occasion")
-    return f"Over {occasions}: {'; '.join(texts)}." if texts else ""
+    return f"Over {count(number, 'occasion')}: {'; '.join(texts)}."
 
 
 def goal_clause(goal: Goal, is_placed: bool) -> str:
