@@ -570,6 +570,10 @@ OWN = {"first_label": "A over MPI", "second_label": "B over MPI", "decision": "f
             {"first_label": "a", "second_label": "b", "workers": 0},
             "a trained 1.25 (1.00 to 1.56) times as fast as b.",
         ),
+        (  # no name, though it begins as one
+            {"first_label": "u", "second_label": "b", "workers": 0, "decision": "undecided"},
+            "Undecided: u trained 1.00 to 1.56 times as fast as b.",
+        ),
     ],
 )
 def test_the_headline_of_one_pair(folder, fields, words):

@@ -11,7 +11,15 @@ from compare.evidence.paired import Estimate
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, place_text, ratio_text
 from compare.page.accuracy import accuracy_claim
-from compare.page.sentences import claim, ends_text, goal_figure, goal_sides, goal_verdict, said
+from compare.page.sentences import (
+    capitalised,
+    claim,
+    ends_text,
+    goal_figure,
+    goal_sides,
+    goal_verdict,
+    said,
+)
 from compare.plan.blocks import MIN_BLOCKS
 
 MOST_LISTED = 6  # findings that a few sentences can hold; of more, most are only counted
@@ -33,14 +41,7 @@ def headline(verdicts: Sequence[Verdict], goals: Sequence[Goal]) -> list[str]:
         return ["Nothing is decided yet: the measurement is not finished."]
     is_short = len(findings) <= MOST_LISTED
     sentences = listed(goals, pairs, is_placed) if is_short else counted(goals, pairs)
-    # A user's own names keep their first letter.
-    own = tuple(
-        label
-        for pair in pairs
-        if not pair.workers
-        for label in (pair.first_label, pair.second_label)
-    )
-    return [text if text.startswith(own) else f"{text[0].upper()}{text[1:]}" for text in sentences]
+    return [capitalised(text, pairs) for text in sentences]
 
 
 def listed(goals: Sequence[Goal], pairs: Sequence[Verdict], is_placed: bool) -> list[str]:

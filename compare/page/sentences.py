@@ -1,7 +1,8 @@
 """Findings in sentences: verdicts, goals, and how several of them are corrected."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.equality import OF_SCRIPT
@@ -75,16 +76,25 @@ def sentence(verdict: Verdict) -> str:
 
 
 def said(verdict: Verdict | AccuracyVerdict, text: str, is_placed: bool = True) -> str:
-    """Return a text as a sentence; a user's own name at its start keeps its first letter."""
+    """Return a text as a sentence, by default with the place that it is about."""
     place = place_text(*verdict.place)
     if is_placed and verdict.case:
         return f"{place}: {text}."
     if is_placed and verdict.workers:
         return f"At {place} {text}."
-    labels = (verdict.first_label, verdict.second_label)
-    if not verdict.workers and text.startswith(labels):
-        return f"{text}."
-    return f"{text[0].upper()}{text[1:]}."
+    return capitalised(f"{text}.", [verdict])
+
+
+def capitalised(text: str, verdicts: Iterable[Verdict | AccuracyVerdict]) -> str:
+    """Return a text with a capital first letter; not if a user's own name stands there."""
+    own = {
+        label
+        for verdict in verdicts
+        if not verdict.workers
+        for label in (verdict.first_label, verdict.second_label)
+    }
+    begins_with_name = any(re.match(rf"{re.escape(label)}(?![\w-])", text) for label in own)
+    return text if begins_with_name else f"{text[0].upper()}{text[1:]}"
 
 
 def claim(verdict: Verdict) -> str:
