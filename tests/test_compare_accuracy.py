@@ -27,7 +27,12 @@ from compare.evidence.accuracy import (
 )
 from compare.evidence.curves import band
 from compare.evidence.extension import extension_of
-from compare.evidence.paired import PointDifference, point_difference, student_quantile
+from compare.evidence.paired import (
+    Estimate,
+    PointDifference,
+    point_difference,
+    student_quantile,
+)
 from compare.evidence.record import read_comparison
 from compare.evidence.verdicts import NotReached
 from compare.page.accuracy import not_reached_text
@@ -489,7 +494,9 @@ def test_accuracy_is_decided_when_all_full_runs_have_ended(tmp_path):
 
 def test_more_turns_are_not_said_to_decide_the_times_of_whole_trainings(tmp_path):
     found = report_of(by_turns(tmp_path / "c", target_top1=97.0))
-    found.verdicts, found.times = [], [replace(found.times[0], decision="undecided")]
+    speed = Estimate(1.2, 1.0, 1.44, (1.2,) * 5, error=0.05, degrees=4)
+    found.verdicts = []
+    found.times = [replace(found.times[0], speed=speed, decision="undecided")]
     assert extension_of(found.record, found.times) and found.next_step == ("", "")
 
 
