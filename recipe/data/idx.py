@@ -120,26 +120,13 @@ def read_idx(file: Path, num_dimensions: int) -> np.ndarray:
 
 
 def open_idx(files: IdxFiles) -> tuple[ImagesInMemory, ImagesInMemory]:
-    """Return the training and the validation images of a data set in IDX format; see
-    `read_images` and `list_idx`."""
-    return list_idx(files, read_images(files))
-
-
-def read_images(files: IdxFiles) -> dict[str, np.ndarray]:
-    """Return the images of each part (train, val) as its file has them: uint8 [N, rows, columns].
-    UserError as `read_idx`."""
-    return {part: read_idx(files.files[part, "images"], 3) for part in ("train", "val")}
-
-
-def list_idx(
-    files: IdxFiles, images: dict[str, np.ndarray]
-) -> tuple[ImagesInMemory, ImagesInMemory]:
-    """Return listings of the training and the validation `images` that were read from `files`.
+    """Return the training and the validation images of a data set in IDX format.
 
     A class is named by its label, and by its name if that is known: "0-T-shirt-top", so that the
-    order of names is that of the labels. UserError if files do not fit together, or have labels
-    that cannot be right.
+    order of names is that of the labels. UserError if a file is damaged, if files do not fit
+    together, or if they have labels that cannot be right.
     """
+    images = {part: read_idx(files.files[part, "images"], 3) for part in ("train", "val")}
     labels = {part: read_idx(files.files[part, "labels"], 1) for part in ("train", "val")}
     for part in ("train", "val"):
         if len(images[part]) != len(labels[part]):

@@ -33,7 +33,7 @@ from tyro.conf import Positional
 
 from recipe.command import run_tool
 from recipe.data.decoding import ONE_SUSPECT_IN, decode, image_size, suspect
-from recipe.data.idx import find_idx, list_idx, read_images
+from recipe.data.idx import find_idx, open_idx, read_idx
 from recipe.data.image_folder import (
     CLASS_NAME,
     DAMAGE,
@@ -245,8 +245,7 @@ def convert_idx(
         shards: Write shards instead of class folders.
     """
     files = find_idx(folder, prefix)
-    images = read_images(files)
-    listings = dict(zip(("train", "val"), list_idx(files, images), strict=True))
+    listings = dict(zip(("train", "val"), open_idx(files), strict=True))
     check_train_and_val(listings["train"], listings["val"])
     if shards:
         lines = write_shards(listings, out, IMAGES_PER_SHARD)
@@ -256,7 +255,8 @@ def convert_idx(
             f"{out / part}: {len(listing):,} images of {len(listing.classes)} classes"
             for part, listing in listings.items()
         ]
-    mean, std = (" ".join(3 * [f"{value:.4f}"]) for value in mean_and_std(images["train"]))
+    pixels = read_idx(files.files["train", "images"], 3)
+    mean, std = (" ".join(3 * [f"{value:.4f}"]) for value in mean_and_std(pixels))
     upright = ["images were stored column by column, as in all of EMNIST, and are upright now"]
     return [
         *lines,
