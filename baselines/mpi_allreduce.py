@@ -10,9 +10,9 @@ import torch
 
 from recipe.allreduce_loop import Backend
 from recipe.ancestors import own_world
-from recipe.errors import UserError
+from recipe.rendezvous import refuse_lone_copies
 from recipe.settings.flags import WIRE_FORMATS, Config, WireFormat
-from recipe.world import World, lone_copy_message, prepare_mpi
+from recipe.world import World, prepare_mpi
 
 prepare_mpi(own_world())
 from mpi4py import MPI  # its import initialises MPI
@@ -40,8 +40,7 @@ def prepare(tensors: Sequence[torch.Tensor], wire: WireFormat) -> Callable[[], N
 
 def connect(config: Config, world: World) -> Backend:
     """Check that MPI started the ranks."""
-    if message := lone_copy_message(world, MPI.COMM_WORLD.size, "Start it with mpirun"):
-        raise UserError(message)
+    refuse_lone_copies(world, MPI.COMM_WORLD.size, "Start it with mpirun")
     return Backend(
         transport="MPI",
         device=torch.device("cpu"),  # even with GPUs: not every MPI can access their memory

@@ -22,10 +22,10 @@ from recipe.rendezvous import (
     keep_gloo_off_loopback,
     launcher_values,
     prepare_gloo,
-    rendezvous_by_environment,
     server_address,
     start_mpi,
     store_at,
+    store_by_environment,
 )
 from recipe.settings.config import Config
 from recipe.watch import ENGINE_TIMEOUT_S, engine_timeout
@@ -67,7 +67,7 @@ def rendezvous_arguments(
         )
     first_host = os.environ.get("MASTER_ADDR", "")
     if kind == "environment":
-        arguments = rendezvous_by_environment(world, timeout)
+        arguments["store"] = store_by_environment(world, timeout)
     elif first_host:
         port = os.environ.get("MASTER_PORT", "29500")
         arguments["store"] = store_at(first_host, port, world, timeout)

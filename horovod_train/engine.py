@@ -11,7 +11,7 @@ import torch
 from recipe import rendezvous, watch
 from recipe.errors import UserError, fail, refuse
 from recipe.settings.config import Config
-from recipe.world import World, lone_copy_message, prepare_mpi, read_world, waits_for
+from recipe.world import World, prepare_mpi, read_world, waits_for
 
 try:
     import horovod.torch as hvd
@@ -105,12 +105,6 @@ def rendezvous_through_mpi(world: World) -> None:
         os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
 
 
-def refuse_lone_copies(world: World) -> None:
-    """Raise UserError if Horovod found another number of ranks than the launcher has started."""
-    if message := lone_copy_message(world, hvd.size(), "Start it with horovodrun or mpirun"):
-        raise UserError(message)
-
-
 def check_transport(config: Config, world: World, device: torch.device) -> str:
     """Return what carries the gradients, as Horovod reports it: NCCL, MPI or Gloo.
 
@@ -118,7 +112,7 @@ def check_transport(config: Config, world: World, device: torch.device) -> str:
     for Adasum without MPI. On GPUs also for a synchronised BatchNorm in fp16, and for a Horovod
     that was built for CPUs: it would abort at the first tensor on a GPU.
     """
-    refuse_lone_copies(world)
+    rendezvous.refuse_lone_copies(world, hvd.size(), "Start it with horovodrun or mpirun")
     wanted, on_gpu = config.transport, device.type == "cuda"
     is_half = config.has_fp16_weights and not config.keeps_batch_norm_fp32
     by_nccl = on_gpu and hvd.nccl_built()

@@ -147,6 +147,11 @@ def sentence(error: UserError) -> str:
     return str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].strip()
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether another rank's end has caused `error`, rather than this rank itself."""
     return type(error).__name__ in ("HorovodInternalError", "LostPeer") or (

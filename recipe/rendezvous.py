@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from recipe import watch
-from recipe.errors import UserError
+from recipe.errors import UserError, first_line, refuse
 from recipe.rank_forker import GENERATION
 from recipe.settings.config import Config
 from recipe.watch import engine_timeout
-from recipe.world import World, lone_copy_message, prepare_mpi, waits_for
+from recipe.world import World, prepare_mpi, waits_for
 
 TASK = "meeting the other ranks"  # as the watch names it
 ASK_AGAIN_S = 0.05  # between rank 0's polls for ranks that ask
@@ -150,10 +150,30 @@ def start_mpi(world: World, instead: str) -> Any:
         "mpi4py was built for another MPI: reinstall it with this mpirun's mpicc on PATH, or "
         f"{instead}"
     )
-    if message := lone_copy_message(world, MPI.COMM_WORLD.size, remedy):
-        raise UserError(message)
+    refuse_lone_copies(world, MPI.COMM_WORLD.size, remedy)
     MPI.pickle.__init__(msgspec.json.encode, msgspec.json.decode)  # type: ignore[misc]
     return MPI
+
+
+def refuse_lone_copies(world: World, engine_size: int, remedy: str) -> None:
+    """Raise UserError if the engine sees another number of ranks than the launcher started.
+
+    N such processes would each train the whole data set alone, at N times the cost, and overwrite
+    each other's files; nothing would look wrong.
+    """
+    refuse(
+        (
+            engine_size != world.size and world.launcher == "none",
+            f"the engine sees a world of {engine_size}, but the launcher of this process has set "
+            f"none of the variables that give its rank. {remedy}",
+        ),
+        (
+            engine_size != world.size and world.launcher != "none",
+            f"{world.launcher} started this process as one of {world.size}, but the engine sees a "
+            f"world of {engine_size}: it would train as {world.size} independent copies. {remedy}, "
+            f"or unset {' and '.join(world.started_by.variables[:2])} if another job has left them",
+        ),
+    )
 
 
 def server_address(world: World) -> tuple[str, str]:
@@ -191,24 +211,24 @@ def process_group(config: Config, world: World) -> Iterator[None]:
     watch.begin(TASK)
     prepare_gloo(world)
     timeout = timedelta(seconds=engine_timeout(config.stall_timeout))
-    dist.init_process_group(**rendezvous_by_environment(world, timeout))
+    store = store_by_environment(world, timeout)
+    dist.init_process_group(store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     yield
     dist.destroy_process_group()
 
 
-def rendezvous_by_environment(world: World, timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for ranks that meet at MASTER_ADDR and MASTER_PORT.
+def store_by_environment(world: World, timeout: timedelta) -> dist.Store:
+    """Return the store in which ranks meet that know MASTER_ADDR and MASTER_PORT.
 
     torchrun serves one store there to all of its attempts. After a restart ranks would find the
     last attempt's addresses in it (pytorch issue 135712), so each attempt gets its own part of it.
     """
-    place = {"rank": world.rank, "world_size": world.size, "timeout": timeout}
     host, port = launcher_values(world, "MASTER_ADDR", "MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {"store": store_at(host, port, world, timeout), **place}
+        return store_at(host, port, world, timeout)
     store: dist.Store = dist.TCPStore(host, int(port), world.size, is_master=False, timeout=timeout)
     store = dist.PrefixStore(os.environ.get(GENERATION, ""), store)
-    return {"store": dist.PrefixStore(_name_of_attempt(store, world, timeout), store), **place}
+    return dist.PrefixStore(_name_of_attempt(store, world, timeout), store)
 
 
 def store_at(host: str, port: str, world: World, timeout: timedelta) -> dist.Store:
@@ -228,7 +248,7 @@ def store_at(host: str, port: str, world: World, timeout: timedelta) -> dist.Sto
     except (ValueError, dist.DistError) as error:
         raise UserError(
             f"MASTER_ADDR={host} MASTER_PORT={port}: rank {world.rank} cannot meet the others "
-            f"there ({str(error).splitlines()[0]}); correct these, or start the ranks with torchrun"
+            f"there ({first_line(error)}); correct these, or start the ranks with torchrun"
         ) from error
     call_roll(store, world, timeout)
     return store

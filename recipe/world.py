@@ -181,27 +181,6 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(count) for count, times in runs for _ in range(int(times or 1))]
 
 
-def lone_copy_message(world: World, engine_size: int, remedy: str) -> str | None:
-    """Return the message for a process whose engine sees another number of ranks than its launcher
-    started; None if both agree.
-
-    N such processes would each train the whole data set alone, at N times the cost, and overwrite
-    each other's files; nothing would look wrong.
-    """
-    if engine_size == world.size:
-        return None
-    if world.launcher == "none":
-        return (
-            f"the engine sees a world of {engine_size}, but the launcher of this process has set "
-            f"none of the variables that give its rank. {remedy}"
-        )
-    return (
-        f"{world.launcher} started this process as one of {world.size}, but the engine sees a "
-        f"world of {engine_size}: it would train as {world.size} independent copies. {remedy}, or "
-        f"unset {' and '.join(world.started_by.variables[:2])} if another job has left them"
-    )
-
-
 def why_no_gpu(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Return what is wrong on a host with an NVIDIA driver whose torch sees no GPU, and what to
     do."""

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from making import a_world
 
+from recipe.errors import UserError
+from recipe.rendezvous import refuse_lone_copies
 from recipe.world import (
     LAUNCHERS,
     World,
     half_a_place,
-    lone_copy_message,
     prepare_mpi,
     read_world,
     waits_for,
@@ -153,13 +154,14 @@ def test_what_is_said_of_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lone_copies() -> None:
-    assert lone_copy_message(a_world(1, 4), 4, "Use mpirun") is None
-    assert lone_copy_message(a_world(), 1, "Use mpirun") is None
-    message = str(lone_copy_message(a_world(1, 4), 1, "Use mpirun"))
+    refuse_lone_copies(a_world(1, 4), 4, "Use mpirun")
+    refuse_lone_copies(a_world(), 1, "Use mpirun")
+    with pytest.raises(UserError) as refusal:
+        refuse_lone_copies(a_world(1, 4), 1, "Use mpirun")
     words = ("torchrun", "one of 4", "world of 1", "4 independent copies", "Use mpirun, or unset")
-    assert [word for word in words if word not in message] == []
-    unknown = str(lone_copy_message(a_world(), 4, "Use mpirun"))
-    assert "world of 4" in unknown and "copies" not in unknown
+    assert [word for word in words if word not in str(refusal.value)] == []
+    with pytest.raises(UserError, match=r"^(?!.*copies).*world of 4"):
+        refuse_lone_copies(a_world(), 4, "Use mpirun")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torch import nn
 from recipe.data.batches import Data
 from recipe.data.image_folder import first_few
 from recipe.data.order import samples_per_step
-from recipe.errors import WRITES, UserError, system_errors
+from recipe.errors import WRITES, UserError, first_line, system_errors
 from recipe.files import partial_name, sync_folder, whole_file
 from recipe.marks import marks
 from recipe.ranks import Ranks
@@ -474,7 +474,3 @@ def load_state(
             "device `meta`); save it again from a model whose weights were loaded"
         )
     model.load_state_dict(state, strict=False)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

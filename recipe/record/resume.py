@@ -15,7 +15,7 @@ import torch
 from msgspec import convert
 
 from recipe.data.batches import Data
-from recipe.errors import UserError
+from recipe.errors import UserError, first_line
 from recipe.marks import marks
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import (
@@ -23,7 +23,6 @@ from recipe.record.checkpoint import (
     NETWORK,
     NORMALISATION,
     checkpoints_in,
-    first_line,
     load_state,
     mark_best,
     momentum,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from recipe.errors import UserError
+from recipe.errors import UserError, first_line
 from recipe.settings.config import Config, is_resnet
 from recipe.training.optimizers import optimizer_class_and_arguments
 from recipe.training.state import LossScaler, make_half
@@ -209,11 +209,10 @@ def _check_image_sizes(model: nn.Module, config: Config) -> None:
             with torch.no_grad(), suppress(NotImplementedError):  # operations without meta kernels
                 torch.func.functional_call(model, state, (images,))
         except (RuntimeError, ValueError, AssertionError) as error:  # the last from timm
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             larger = "size or --batch-size" if model.training else "size"
             raise UserError(
                 f"{option} {size}: --arch {config.arch} cannot take images of {size} pixels "
-                f"({reason}); choose a larger {larger}, or another network"
+                f"({first_line(error)}); choose a larger {larger}, or another network"
             ) from None
     model.train()
 
