@@ -32,9 +32,14 @@ class OneProcess(Rung):
     name, launcher, has_group = "data_parallel", "none", False
     lacks = ("compile",)  # the copies on other GPUs would run the compiled network of the first
 
+    def prepare(self) -> None:
+        """Take all GPUs."""
+        gpus = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        self.devices = [torch.device("cuda", gpu) for gpu in range(gpus)]
+
     def distribute(self) -> None:
         """Split each batch over the GPUs; on a CPU there is nothing to split."""
-        gpus = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        gpus = len(self.devices)
         if gpus < 2:
             device = "one GPU" if gpus else "the CPU"
             print(
@@ -42,7 +47,6 @@ class OneProcess(Rung):
             )
         if gpus or not torch.cuda.is_available():  # DataParallel would use GPUs despite --no-cuda
             self.network = nn.DataParallel(self.model)
-            self.devices = [torch.device("cuda", gpu) for gpu in range(gpus)] or self.devices
 
 
 main = OneProcess.main

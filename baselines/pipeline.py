@@ -42,7 +42,7 @@ from recipe.loop import Rung
 from recipe.record.schema import RungFigures
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import split_resnet
-from recipe.record.meter import StepClock
+from recipe.record.meter import Laps, StepClock
 from recipe.training.state import Trainables
 
 
@@ -73,7 +73,7 @@ class Pipeline(Rung):
             )
         self.readers = replace(self.world, rank=0, size=1)  # each rank reads all images
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # the step's micro-batches
-        self.clock = StepClock(self.device)
+        self.clock, self.laps = StepClock(self.device), list[Laps]()  # of steps to be added up
         self.seconds = self.idle_seconds = 0.0  # time of all steps, and idle time of this rank
 
     def distribute(self) -> None:
@@ -123,17 +123,18 @@ class Pipeline(Rung):
             self.schedule.step(*given, target=all_targets if is_last else None)
             self.waiting.clear()
             self.clock.lap("data")
-            self.clock.end_step()
-            if len(self.clock.steps) > self.config.log_interval:
+            self.laps.append(self.clock.end_step())
+            if len(self.laps) == self.config.log_interval:
                 self.take_times()
         return self.sums
 
     def take_times(self) -> None:
         """Add up the times of the steps since the last call; the host waits for the device."""
         self.clock.wait_for(self.clock.now())
-        for phases in map(self.clock.seconds, self.clock.take()):
+        for phases in map(self.clock.seconds, self.laps):
             self.seconds += sum(phases.values())
             self.idle_seconds += phases["data"]
+        self.laps.clear()
 
     def unsharded(self) -> Trainables:
         """Send all weights to every rank, from the rank that trains them, and all momentum to

@@ -20,7 +20,6 @@ from recipe.device import choose_device
 from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.checkpoint import load_weights
-from recipe.record.energy import EnergyMeter
 from recipe.record.fingerprint import check_same_training, comparison_keys
 from recipe.record.schema import RungFigures
 from recipe.session import Session, share_host
@@ -113,7 +112,6 @@ class Rung(Trainables):
         if "weight_check_steps" in self.lacks:  # between exchanges its ranks' weights differ
             config = replace(config, weight_check_steps=0)
         self.config, self.device = config, choose_device(config, world)
-        self.devices = [self.device]  # whose energy counts as this rank's
         trainers = world.size - self.servers
         if trainers < 1:
             raise UserError("1 rank: the last one only serves; start at least 2")
@@ -214,8 +212,6 @@ def _begin(rung: Rung, hooks: Hooks) -> Session:
     session = Session(rung.name, config, rung.ranks, reader, share, rung, lr_scale)
     rung.progress = session.progress
     rung.distribute()
-    if not session.meter.shares_gpu:
-        session.meter.energy = EnergyMeter(rung.devices, rung.world.local_rank)
     session.open_record(rung.transport or rendezvous.transport_of(device))
     return session
 

@@ -7,7 +7,7 @@ follows a step is the same for all of them, and is here.
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -57,6 +57,11 @@ class HostShare:
     workers: int
     places: tuple[tuple[str, tuple[int, ...]], ...]  # each rank's host and possible cores
     ranks_per_gpu: int | None = None  # on the GPU that most ranks share; None: none is shared
+
+    def measured(self, devices: Sequence[torch.device]) -> Sequence[torch.device]:
+        """Return those of this rank's `devices` whose energy is its own. The counters cover whole
+        GPUs: each of the ranks that share one would count all of it."""
+        return () if self.ranks_per_gpu else devices
 
 
 def share_host(config: Config, device: torch.device, ranks: Ranks) -> HostShare:
@@ -131,7 +136,13 @@ class Session:
             config, reader.world, reader.data, parts.model, reader.device, share.threads, lr_scale
         )
         self.meter = StepMeter(
-            config, reader.world, reader.device, reader.data, self.progress, reader.meter
+            config,
+            reader.world,
+            reader.device,
+            reader.data,
+            self.progress,
+            reader.meter,
+            share.measured(parts.devices or [reader.device]),
         )
 
     def _read_on(self) -> None:

@@ -16,10 +16,9 @@ from recipe.device import choose_device
 from recipe.errors import UserError, limit_reached
 from recipe.gpu_sharing import MULTI_RANK, nccl_versions, ranks_per_gpu
 from recipe.ranks import Collective, Ranks
-from recipe.record.energy import energy_summary
-from recipe.record.meter import StepMeter
+from recipe.record.energy import EnergyMeter, energy_summary
 from recipe.record.schema import Energy
-from recipe.training.state import Progress
+from recipe.session import HostShare
 from recipe.world import LAUNCHERS, read_world
 
 NCCL_SETS = (
@@ -209,19 +208,16 @@ def test_a_gpu_that_admits_one_process_is_one_sentence() -> None:
     assert told.endswith("as root: nvidia-smi --compute-mode 0") and "\n" not in told
 
 
-@pytest.mark.parametrize(("share_gpu", "workers"), [(False, 2), (True, 2), (True, 1)])
+@pytest.mark.parametrize("ranks_per_gpu", [None, 2])
 def test_energy_of_a_shared_gpu_is_no_rank_s(
-    share_gpu: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+    ranks_per_gpu: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_nvml(monkeypatch, fake_nvml(), "01234567-89ab-cdef-0123-456789abcdef")
-    monkeypatch.setattr("recipe.record.meter.StepClock", lambda device: SimpleNamespace(lap=None))
-    config = a_config(share_gpu=share_gpu)
-    world = a_world(workers - 1, workers)
-    meter = StepMeter(config, world, CUDA, SimpleNamespace(), Progress()).energy
+    meter = EnergyMeter(HostShare(1, 0, (), ranks_per_gpu).measured([CUDA]), local_rank=1)
     meter.start()
     meter.stop()
     summary = energy_summary([meter.use()], images=10)
     of_gpu = (summary.gpu_joules_per_image, summary.gpu_watts, summary.gpu_utilization_percent)
-    is_shared = share_gpu and workers > 1
+    is_shared = ranks_per_gpu is not None
     assert (of_gpu == (None, None, None)) == is_shared
     assert is_shared == (summary == Energy(cpu_joules_per_image=summary.cpu_joules_per_image))

@@ -269,7 +269,7 @@ def test_throughput_without_warm_up_and_evaluation(
     assert session.meter.phases.images_per_second is None
     session.steps(6)  # with an evaluation of 2 s among them
     assert session.meter.phases.images_per_second == 8.0 * passes * size
-    assert session.meter.step_seconds == WARM_UP_STEPS * 100 + 6 * 0.5
+    assert session.meter.made.total_seconds == WARM_UP_STEPS * 100 + 6 * 0.5
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -374,6 +374,27 @@ def test_a_rollback_notes_the_statistics_of_the_step_gone_back_to(
         buffer.fill_(7)  # the next step's forward pass
     session.kept_state.take_statistics(1)
     assert buffers and all((buffer == 5).all() for buffer in buffers)
+
+
+def test_a_rollback_counts_all_steps_that_were_made(
+    surviving: Training, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Throughput is of the steps and images of which the seconds are, also of those undone. And the
+    warm-up is over after as many steps as without a rollback."""
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: clock.now)
+    session = surviving
+    session.meter.energy.stop()  # which began by the true clock
+    session.meter.restart()
+    monkeypatch.setattr(sessions, "go_back", lambda *_: Progress(step=1, samples_seen=4))
+    session.steps(1, loss=math.nan, write=False)
+    session.roll_back(session.write_steps(now=True))
+    session.steps(2)
+    model, world = session.parts.model, session.ranks.world
+    used = measuring.measure_usage(session.meter, world, model, CPU)
+    summary = measuring.summarize(ENVIRONMENT, {}, session.meter, {}, [used], model)
+    assert (summary.steps, summary.train_seconds) == (3, 6 * 0.5)
+    assert summary.input.images_per_second == summary.images_per_second == 8.0
+    assert summary.wall_images_per_second == 8.0
 
 
 @pytest.mark.parametrize(

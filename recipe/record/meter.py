@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -47,7 +47,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.steps: list[Laps] = [[]]
+        self.laps: Laps = []  # of the step under way
         self.ended: Laps = []  # of the last complete step
         self.restart()
 
@@ -66,24 +66,18 @@ class StepClock:
     def lap(self, phase: str) -> None:
         """End a phase that began where the last one ended. A step may repeat a phase."""
         now = self.now()
-        self.steps[-1].append((phase, self.last, now))
+        self.laps.append((phase, self.last, now))
         self.last = now
 
-    def end_step(self) -> None:
-        """End the step."""
-        self.ended = self.steps[-1]
-        self.steps.append([])
+    def end_step(self) -> Laps:
+        """End the step, and return its laps."""
+        self.ended, self.laps = self.laps, []
+        return self.ended
 
     def wait_for(self, moment: Any) -> None:
         """Wait until the device has passed this moment."""
         if self.on_cuda:
             moment.synchronize()
-
-    def take(self) -> list[Laps]:
-        """Return the laps of each step that has ended since the last call."""
-        *ended, current = self.steps
-        self.steps = [current]
-        return ended
 
     def seconds(self, laps: Laps) -> dict[str, float]:
         """Return each phase's seconds in these laps, which a CUDA device must have passed."""
@@ -94,7 +88,7 @@ class StepClock:
 
 
 class PhaseSums:
-    """Adds up the phases of the steps that count."""
+    """Adds up the phases of steps."""
 
     def __init__(self) -> None:
         self.seconds, self.images, self.steps = Counter[str](), 0, 0
@@ -105,9 +99,14 @@ class PhaseSums:
         self.images, self.steps = self.images + images, self.steps + 1
 
     @property
+    def total_seconds(self) -> float:
+        """The seconds of all steps together."""
+        return float(self.seconds.total())
+
+    @property
     def images_per_second(self) -> float | None:
-        """Throughput of all ranks together in the steps that count; None if none did."""
-        return self.images / self.seconds.total() if self.images else None
+        """Throughput of all ranks together; None if there was no step."""
+        return self.images / self.total_seconds if self.images else None
 
     def means(self) -> Phases:
         """Return this rank's mean seconds per step so far: of the phases, and their sum."""
@@ -117,8 +116,21 @@ class PhaseSums:
         return Phases(steps=self.steps, step_seconds=sum(seconds.values()), **seconds)
 
 
+class EndedStep(NamedTuple):
+    """A step of this rank whose metrics are still to be taken."""
+
+    sums: Sums
+    learning_rate: float
+    step: int
+    samples_seen: int
+    laps: Laps
+    is_warm: bool  # it counts for throughput and phases
+
+
 class StepMeter:
-    """Measures this session's steps; sums of metrics stay on the device until they are taken."""
+    """Measures this session's steps; sums of metrics stay on the device until they are taken.
+    `devices`: those whose energy is this rank's.
+    """
 
     def __init__(
         self,
@@ -128,34 +140,30 @@ class StepMeter:
         data: Data,
         progress: Progress,
         train_input: InputMeter | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         self.config, self.data, self.progress = config, data, progress
-        self.first_step, self.first_samples_seen = progress.step, progress.samples_seen
         self.earlier_seconds = progress.total_seconds
         self.clock = StepClock(device)
         self.reads_later = device.type == "cuda"
         self.lap = self.clock.lap  # ends a phase of the step, one of PHASES
-        # For each step: sums, learning rate, step, and samples seen.
-        self.pending: list[tuple[Sums, float, int, int]] = []
-        # On the way to the host: this rank's sums, the moment when they arrive, their `pending`
-        # steps, and the laps of these.
-        self.coming: list[tuple[Sums, Any, list[tuple[Sums, float, int, int]], list[Laps]]] = []
+        self.ended_steps = 0  # also those that a rollback has undone
+        self.pending: list[EndedStep] = []
+        # On the way to the host: this rank's sums, the moment when they arrive, and their steps.
+        self.coming: list[tuple[Sums, Any, list[EndedStep]]] = []
+        self.made = PhaseSums()  # of all steps that were taken, also those of a warm-up
         self.phases = PhaseSums()
         self.train_input, self.val_input = train_input or InputMeter(), InputMeter()
         self.replaced: dict[int, str] = {}  # why images were bad, by index, on any rank
-        # Its counters cover whole GPUs: each of the ranks that share one would count all of it.
-        self.shares_gpu = config.share_gpu and world.size > 1
-        self.energy = EnergyMeter([] if self.shares_gpu else [device], world.local_rank)
-        self.step_seconds = 0.0  # of this session's steps, without evaluations and checkpoints
+        self.energy = EnergyMeter(devices, world.local_rank)
         self.warm_up_seconds = self.wall_seconds = 0.0
-        self.wall_images = 0
         self.sends_for_host = world.local_rank == 0
         self.started = time.perf_counter()
         watch.whereabouts = self.whereabouts
 
     def whereabouts(self) -> str:
         """Return, in words, where this rank is: the step, and its last complete phase."""
-        laps, step = self.clock.steps[-1], self.progress.step
+        laps, step = self.clock.laps, self.progress.step
         return f"in step {step + 1}, after {laps[-1][0]}" if laps else f"after step {step}"
 
     def start(self) -> None:
@@ -167,9 +175,18 @@ class StepMeter:
 
     def end_step(self, sums: Sums, learning_rate: float) -> None:
         """Count a step that has ended, after `progress` has counted it."""
-        self.clock.end_step()
-        self.pending.append((sums, learning_rate, self.progress.step, self.progress.samples_seen))
-        if self.progress.step == self.first_step + WARM_UP_STEPS:
+        self.ended_steps += 1
+        self.pending.append(
+            EndedStep(
+                sums,
+                learning_rate,
+                self.progress.step,
+                self.progress.samples_seen,
+                self.clock.end_step(),
+                self.ended_steps > WARM_UP_STEPS,
+            )
+        )
+        if self.ended_steps == WARM_UP_STEPS:
             sums.cpu()  # waits for the device
             self.energy.sample()
             self.warm_up_seconds = self.energy.seconds
@@ -178,19 +195,16 @@ class StepMeter:
     def take_steps(self, ranks: Ranks, now: bool) -> list[StepLine]:
         """Return the steps since the last call, with metrics over all ranks. On a GPU, unless
         `now`, they come one call later: waiting for the GPU's latest work would leave it idle."""
-        rows = torch.stack([sums for sums, *_ in self.pending]).to("cpu", non_blocking=True)
-        self.coming.append((rows, self.clock.now(), self.pending, self.clock.take()))
+        rows = torch.stack([step.sums for step in self.pending]).to("cpu", non_blocking=True)
+        self.coming.append((rows, self.clock.now(), self.pending))
         self.pending = []
         due = len(self.coming) - (self.reads_later and not now)
         taken, self.coming = self.coming[:due], self.coming[due:]
         lines = []
-        for rows, arrival, steps, laps in taken:
+        for rows, arrival, steps in taken:
             self.clock.wait_for(arrival)
             # In the CPU's memory: with Horovod the host would wait for an exchange on GPUs.
-            rows = ranks.sum(rows)
-            for sums, (_, rate, step, samples_seen), of_step in zip(rows, steps, laps, strict=True):
-                phases = self.clock.seconds(of_step)
-                lines.append(self._count(sums, rate, step, samples_seen, phases))
+            lines += map(self._count, ranks.sum(rows), steps)
         self.energy.sample()
         self.wall_seconds = self.energy.seconds - self.warm_up_seconds
         return lines
@@ -204,21 +218,19 @@ class StepMeter:
         self.replaced |= new
         return new
 
-    def _count(
-        self, sums: Sums, rate: float, step: int, samples_seen: int, phases: dict[str, float]
-    ) -> StepLine:
+    def _count(self, sums: Sums, step: EndedStep) -> StepLine:
+        """Count a step, whose `sums` are over all ranks; return its line of the record."""
+        phases = self.clock.seconds(step.laps)
         images, seconds = int(sums[3]), sum(phases.values())
-        self.step_seconds += seconds
-        is_warm = step > self.first_step + WARM_UP_STEPS
-        self.wall_images += images * is_warm
-        if is_warm:
+        self.made.add(phases, images)
+        if step.is_warm:
             self.phases.add(phases, images)
         return StepLine(
-            epoch=(samples_seen - images) // self.data.num_train,
-            step=step,
-            samples_seen=samples_seen,
+            epoch=(step.samples_seen - images) // self.data.num_train,
+            step=step.step,
+            samples_seen=step.samples_seen,
             **means(sums),
-            learning_rate=rate,
+            learning_rate=step.learning_rate,
             seconds=seconds,
             **{f"{phase}_seconds": value for phase, value in phases.items()},
             images_per_second=images / seconds,
@@ -233,7 +245,7 @@ class StepMeter:
     def wall_images_per_second(self) -> float | None:
         """Throughput of all ranks together since the warm-up, by wall-clock time up to the last
         steps that were taken, without evaluations; None during the warm-up."""
-        return self.wall_images / self.wall_seconds if self.wall_images else None
+        return self.phases.images / self.wall_seconds if self.phases.images else None
 
     @property
     def total_seconds(self) -> float:
@@ -310,11 +322,10 @@ def summarize(
     digests = [usage.weights_sha256 for usage in used]
     if len(set(digests)) > 1:
         raise RuntimeError(f"the ranks ended with different weights: digests {digests}")
-    progress = meter.progress
-    images = progress.samples_seen - meter.first_samples_seen
+    progress, images, steps = meter.progress, meter.made.images, meter.made.steps
     ranks = [usage.rank for usage in used]
     cpu = sum(rank.cpu_seconds for rank in ranks)
-    sent, steps = sum(usage.network_bytes for usage in used), progress.step - meter.first_step
+    sent = sum(usage.network_bytes for usage in used)
     return Summary(
         engine=environment.engine,
         launcher=environment.launcher,
@@ -327,14 +338,14 @@ def summarize(
         samples_seen=progress.samples_seen,
         images_per_second=meter.phases.images_per_second,
         wall_images_per_second=meter.wall_images_per_second,
-        train_seconds=meter.step_seconds,
+        train_seconds=meter.made.total_seconds,
         total_seconds=meter.total_seconds,
         cpu_seconds=cpu,
         cpu_seconds_per_image=cpu / images if images else None,
         peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),
         phases=meter.phases.means(),
         ranks=ranks,
-        input=summarize_input(meter.step_seconds, used, images),
+        input=summarize_input(meter.made.total_seconds, used, images),
         energy=energy_summary([usage.energy for usage in used], images),
         suspect_images=SuspectImages(
             count=sum(usage.suspect_images for usage in used),

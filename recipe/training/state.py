@@ -196,6 +196,7 @@ class Trainables:
     scaler: LossScaler
     ema: AveragedModel | None
     fp16_model: nn.Module | None = None  # computes in place of `model`: itself, or its copy (O2)
+    devices: Sequence[torch.device] = ()  # where they are, if not on the one that images go to
 
     def unsharded(self) -> "Trainables":
         """Return everything that is trained, unsharded, to be evaluated, saved and compared. All
