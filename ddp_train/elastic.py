@@ -15,7 +15,8 @@ from typing import Any
 
 from recipe.ancestors import nearest_launcher, own_world
 from recipe.errors import one_message
-from recipe.rank_forker import GENERATION, RankForker, leave_like, look_s
+from recipe.fork_server import leave_like
+from recipe.rank_forker import GENERATION, RankForker, look_s
 from recipe.settings.config import parse_args
 
 

@@ -39,7 +39,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 FORKED = "FORKED_FOR"  # variable of a fork: its process ID, and that of the process that asked
 PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -85,6 +85,15 @@ def fork_process() -> int:
     return child
 
 
+def leave_like(exit_code: int) -> NoReturn:
+    """End this process as a fork has ended: with its exit code, or by the signal, if negative."""
+    if exit_code < 0:
+        with suppress(OSError):  # SIGKILL has no other
+            signal.signal(-exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -exit_code)
+    sys.exit(exit_code)
+
+
 # -- The process that asks -------------------------------------------------------------------------
 
 
@@ -93,7 +102,7 @@ def run(
     words: Sequence[str],
     modules: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,
-) -> None:
+) -> NoReturn:
     """Have the server of this name run a script; end as the script does. If there is no server,
     start one that loads `modules`, with these environment variables. RuntimeError if none can be
     had."""
@@ -123,11 +132,7 @@ def run(
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     status = int(answers.readline() or signal.SIGKILL)  # a fork dies with its server
-    if os.WIFSIGNALED(status):
-        with suppress(OSError):  # SIGKILL has no other
-            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.waitstatus_to_exitcode(status))
+    leave_like(os.waitstatus_to_exitcode(status))
 
 
 def connect(

@@ -12,7 +12,6 @@ import sys
 import time
 from contextlib import suppress
 from multiprocessing import resource_tracker
-from typing import NoReturn
 
 from recipe.errors import EXIT_LOST_PEER
 from recipe.fork_server import POLL_S, fork_process, load, why_not_to_fork
@@ -119,12 +118,3 @@ class RankForker:
 def look_s(ranks: int) -> float:
     """Return the seconds between two polls of a watcher for lost ranks."""
     return max(LOOK_S, ranks / LOOKS_PER_SECOND)
-
-
-def leave_like(exit_code: int) -> NoReturn:
-    """End this process with its rank's exit code, or by the signal that ended the rank."""
-    if exit_code < 0:
-        with suppress(OSError):  # SIGKILL has no other
-            signal.signal(-exit_code, signal.SIG_DFL)
-        os.kill(os.getpid(), -exit_code)
-    sys.exit(exit_code)

@@ -252,7 +252,7 @@ def test_batch_norm_s_statistics_of_three_steps_are_kept(tmp_path: Path) -> None
 # A forker in a process of its own, which starts a rank for each way of ending.
 FORKER = """
 import os, signal, sys, threading, time
-from recipe import rank_forker as module
+from recipe import fork_server, rank_forker as module
 from recipe import watch
 from recipe.marks import marks
 module.NOTICE_S, BUSY = 0.5, ("batch", "write")
@@ -287,7 +287,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 assert forker.start() and forker.start()  # with a second thread, or CUDA, it does not fork ...
 assert marks.is_watched  # ... but resumes as all other ranks do ...
 watch.heartbeat()  # ... and nothing asks it to end, though the rank before was asked
-module.leave_like(-9)  # as some rank has
+fork_server.leave_like(-9)  # as some rank has
 """
 KILLED = int(-signal.SIGKILL)
 LOST = KILLED, True
