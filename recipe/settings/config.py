@@ -336,7 +336,7 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
         "--first-crop-size": config.first_crop_size,
         "--random-crop-padding": padding is not None,
     }
-    mistakes: Mistakes = [
+    return [
         (
             warmup >= config.epochs,
             f"--batch-size-warmup-epochs {warmup}: the training would end before --batch-size is "
@@ -378,15 +378,22 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
             f"epochs between --warmup-epochs {config.warmup_epochs:g} and --epochs {config.epochs}",
         ),
+        *(
+            (
+                alpha and config.batch_size == 1,
+                f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
+            )
+            for flag, alpha in mixing.items()
+        ),
+        *(
+            (
+                config.dali and value,
+                f"{flag}: cannot be combined with --dali, which crops, resizes to one size and "
+                "flips",
+            )
+            for flag, value in not_by_dali.items()
+        ),
     ]
-    for flag, alpha in mixing.items():
-        message = f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1"
-        mistakes.append((alpha and config.batch_size == 1, message))
-    for flag, value in not_by_dali.items():
-        what_it_does = "which crops, resizes to one size and flips"
-        message = f"{flag}: cannot be combined with --dali, {what_it_does}"
-        mistakes.append((config.dali and value, message))
-    return mistakes
 
 
 def _mistakes_of_the_precision(config: Config) -> Mistakes:
@@ -420,7 +427,7 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
         f"--precision {config.precision}": config.precision in ("fp16", "O2", "O3"),
         f"--loss-scale {config.loss_scale}": config.scales_loss_by != 1,
     }
-    mistakes: Mistakes = [
+    return [
         (
             static and config.batches_per_allreduce > 1,
             "--static-graph: cannot be combined with --batches-per-allreduce: DDP must see an "
@@ -439,17 +446,22 @@ def _mistakes_of_the_exchange(config: Config, engine: str, world_size: int) -> M
             config.use_adasum and predivides,
             "--gradient-predivide-factor: belongs to averaging, and --use-adasum does not average",
         ),
+        *(
+            (
+                groups and is_given,
+                f"{flag}: cannot be combined with --num-groups: for groups Horovod only averages, "
+                "and divides after the sum, which overflows in fp16; leave one of the two out",
+            )
+            for flag, is_given in not_in_groups.items()
+        ),
+        *(
+            (
+                config.use_adasum and is_given,
+                f"{flag}: cannot be combined with --use-adasum, which steps in the backward pass",
+            )
+            for flag, is_given in not_with_adasum.items()
+        ),
     ]
-    for flag, is_given in not_in_groups.items():
-        message = (
-            f"{flag}: cannot be combined with --num-groups: for groups Horovod only averages, and "
-            "divides after the sum, which overflows in fp16; leave one of the two out"
-        )
-        mistakes.append((groups and is_given, message))
-    for flag, is_given in not_with_adasum.items():
-        message = f"{flag}: cannot be combined with --use-adasum, which steps in the backward pass"
-        mistakes.append((config.use_adasum and is_given, message))
-    return mistakes
 
 
 def without_effect(config: Config, base: Config, engine: str, world_size: int) -> list[str]:
