@@ -42,7 +42,7 @@ from recipe.record.schema import RungFigures, StepLine
 from recipe.rendezvous import own_addresses
 from recipe.settings.config import Config
 from recipe.training.batch_norm import align_batch_norm
-from recipe.training.metrics import Sums, means, validate
+from recipe.training.metrics import Sums, validate
 from recipe.training.state import Trainables
 from recipe.watch import expect_delay, expect_pause, is_asked_to_end, obey_signals
 
@@ -131,7 +131,7 @@ class Session:
         self.epoch = self.progress.samples_seen // reader.data.num_train - self.lacks_evaluation
         self.figures: dict[str, float] = {}  # of the last evaluation
         is_over = self.progress.samples_seen == reader.stop
-        self.is_complete, self.is_stopped = is_over or self.is_good_enough({"top1": top1}), False
+        self.is_complete, self.is_stopped = is_over or self.is_good_enough(top1), False
         self.fingerprint = fingerprint(
             config, reader.world, reader.data, parts.model, reader.device, share.threads, lr_scale
         )
@@ -404,23 +404,25 @@ class Session:
         )
         step = self.progress.step
         is_session_start = step == self.reader.first_step and (step > 0 or self.config.evaluate)
-        figures = [means(evaluation.sums) for evaluation in evaluations]
-        for values in figures:
-            if not math.isfinite(values["loss"]):
+        for evaluation in evaluations:
+            loss = evaluation.figures["loss"]
+            if not math.isfinite(loss):
                 self.recorder.event("diverged")
-            check_loss(values["loss"], f"in the validation after step {step}", is_session_start)
+            check_loss(loss, f"in the validation after step {step}", is_session_start)
         self.progress.total_seconds = self.meter.total_seconds
         is_repeated = is_session_start and not (self.config.evaluate or self.lacks_evaluation)
         self.recorder.write_evaluations(self.epoch, evaluations, is_repeated)
+        figures = [evaluation.figures for evaluation in evaluations]
         self.figures = max(figures, key=lambda values: values["top1"], default={})
-        is_best = self.progress.take_best(self.figures)
+        top1 = self.figures.get("top1", -1.0)
+        is_best = self.progress.take_best(top1)
         if is_best and self.ranks.world.is_first and self.keeps_checkpoints:
             mark_best(step_path(self.folder / "checkpoints", step))
-        self.is_complete = self.is_complete or self.is_good_enough(self.figures)
+        self.is_complete = self.is_complete or self.is_good_enough(top1)
 
-    def is_good_enough(self, figures: dict[str, float]) -> bool:
-        """Return whether an evaluation's figures reach --desired-acc."""
-        return figures.get("top1", 0.0) >= (self.config.desired_acc or math.inf)
+    def is_good_enough(self, top1: float) -> bool:
+        """Return whether an evaluation's top-1 reaches --desired-acc."""
+        return top1 >= (self.config.desired_acc or math.inf)
 
     def _release_trained(self) -> None:
         """Release what was evaluated and saved, which may be a copy, if training continues."""

@@ -159,7 +159,7 @@ def keep(folder: Path, step: int, top1: float | None, progress: Progress, **othe
     begin(folder, progress, config=replace(CONFIG, **others))
     if top1 is not None:
         record(folder, step, top1)
-        if progress.take_best({"top1": top1}):
+        if progress.take_best(top1):
             mark_best(step_path(folder / "checkpoints", step))
     finish_checkpoint()
 

@@ -113,7 +113,7 @@ class Training(Session):
         self.clock.now += 2.0
         self.progress.total_seconds = self.meter.total_seconds
         is_repeated = self.progress.step == self.reader.first_step
-        self.recorder.write_evaluations(epoch, [Evaluation("model", SUMS, 2.0)], is_repeated)
+        self.recorder.write_evaluations(epoch, [EVALUATION], is_repeated)
         self.meter.restart()
 
 
@@ -147,7 +147,7 @@ def test_throughput_by_wall_clock(clock: SimpleNamespace, monkeypatch: pytest.Mo
     assert meter.phases.images_per_second == 8 / 6
 
 
-SUMS = torch.tensor([12.0, 4.0, 6.0, 8.0], dtype=torch.float64)  # of an evaluation
+EVALUATION = Evaluation("model", {"loss": 1.5, "top1": 50.0, "top5": 75.0}, 8, seconds=2.0)
 
 
 def lines(folder: Path, kind: str | None = None, field: str | None = None) -> list[Any]:
@@ -308,7 +308,8 @@ def test_an_evaluation_that_is_not_finite(
     step: int, evaluate: bool, remedy: str, tmp_path: Path, clock: SimpleNamespace, monkeypatch: Any
 ) -> None:
     """The last step may have broken the weights, after its own loss."""
-    broken = [Evaluation("model", torch.tensor([math.nan, 0.0, 0.0, 8.0]), 1.0)]
+    figures = {"loss": math.nan, "top1": 0.0, "top5": 0.0}
+    broken = [replace(EVALUATION, figures=figures)]
     monkeypatch.setattr(sessions, "validate", lambda *_: broken)
     session = Training(tmp_path, clock, Progress(step), replace(CONFIG, evaluate=evaluate))
     words = f"the loss is nan in the validation after step {step}: .*{remedy}"
@@ -698,8 +699,8 @@ def test_a_point_is_the_mean_of_its_interval(tmp_path: Path, clock: SimpleNamesp
 def test_moving_average_has_lines_of_its_own(tmp_path: Path, clock: SimpleNamespace) -> None:
     session = Training(tmp_path, clock)
     session.progress.total_seconds = 10.0
-    better = Evaluation("ema", SUMS + torch.tensor([0, 1, 0, 0]), 2.0)
-    session.recorder.write_evaluations(0, [Evaluation("model", SUMS, 1.0), better])
+    better = replace(EVALUATION, weights="ema", figures={**EVALUATION.figures, "top1": 62.5})
+    session.recorder.write_evaluations(0, [replace(EVALUATION, seconds=1.0), better])
     assert session.recorder.evaluations[-1].top1 == 62.5
     assert lines(tmp_path, "eval", "weights") == ["model", "ema"]
     assert lines(tmp_path, "eval", "train_seconds_so_far") == [8.0, 10.0]

@@ -52,7 +52,7 @@ from recipe.record.schema import (
     rate_text,
 )
 from recipe.settings.config import Config
-from recipe.training.metrics import Evaluation, means
+from recipe.training.metrics import Evaluation
 from recipe.training.optimizers import schedule_in_words
 from recipe.training.state import Progress
 from recipe.world import World
@@ -277,7 +277,7 @@ class Recorder:
         epoch = min(epoch, self.config.epochs - 1)  # for a complete run, the last epoch
         so_far = self.progress.total_seconds - sum(evaluation.seconds for evaluation in evaluations)
         for evaluation in evaluations:
-            figures, count = means(evaluation.sums), int(evaluation.sums[3])
+            figures, count = evaluation.figures, evaluation.num_images
             so_far += evaluation.seconds
             line = EvalLine(
                 epoch=epoch,

@@ -107,7 +107,7 @@ def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[f
     of_step = [line for line in evaluations if line.step == progress.step]
     for line in of_step:
         progress.total_seconds = max(progress.total_seconds, line.train_seconds_so_far)
-    if of_step and progress.take_best({"top1": top1[progress.step]}):
+    if of_step and progress.take_best(top1[progress.step]):
         mark_best(step_path(best.parent, progress.step))
     ends_epoch = any(line.step == progress.step for line in records(run_folder, "epoch"))
     return top1.get(progress.step, -1.0), ends_epoch and len(of_step) < 1 + config.model_ema

@@ -24,10 +24,11 @@ Show = Callable[[int], object]  # called with the number of images just evaluate
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of a pass over all validation images; `sums` are over all ranks."""
+    """The result of a pass over all validation images, on all ranks together."""
 
     weights: str  # "model" or "ema"
-    sums: Sums
+    figures: dict[str, float]  # as `means` returns them
+    num_images: int
     seconds: float
 
 
@@ -106,5 +107,6 @@ def validate(
             started = time.perf_counter()
             batches = validation_batches(data, config, ranks.world, device, workers, input_meter)
             sums = ranks.sum(evaluate(candidate, batches, config, device, show)).cpu()
-            evaluations.append(Evaluation(weights, sums, time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            evaluations.append(Evaluation(weights, means(sums), int(sums[3]), seconds))
     return evaluations

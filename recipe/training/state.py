@@ -134,10 +134,10 @@ class Progress:
         self.total_seconds = total_seconds
         self.skipped_steps = skipped_steps
 
-    def take_best(self, figures: dict[str, float]) -> bool:
-        """Update the best top-1; return whether the last evaluation's `figures` improved it."""
-        is_best = figures.get("top1", -1.0) > self.best_top1
-        self.best_top1 = max(self.best_top1, figures.get("top1", -1.0))
+    def take_best(self, top1: float) -> bool:
+        """Update the best top-1; return whether the last evaluation's `top1` improved it."""
+        is_best = top1 > self.best_top1
+        self.best_top1 = max(self.best_top1, top1)
         return is_best
 
 
