@@ -234,9 +234,10 @@ class Session:
     def _keep_state(self, kept_state: KeptState) -> None:
         if self.is_resumable:
             kept_state.take_statistics(self.progress.step)
-            contents = contents_of(self.parts, self.progress, self.config, self.reader.data)
+            contents = contents_of(
+                self.parts, self.progress, self.config, self.reader.data, self.ranks.world.size
+            )
             if not not_finite(contents):  # else the last checkpoint counts
-                contents["world_size"] = self.ranks.world.size
                 kept_state.keep(contents, self.progress.step)
 
     def end_step(self, sums: Sums, learning_rate: float) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -780,14 +780,14 @@ def test_a_trace_holds_what_the_step_computed(tmp_path: Path) -> None:
     assert np.array_equal(arrays["weight/head.weight"], model.head.weight.detach().numpy())
 
 
-def profiled(folder: Path, steps: int, ended: int) -> list[str]:
+def profiled(folder: Path, steps: int, ended: Iterable[int]) -> list[str]:
     """What the engine's timeline was asked for, and what was said at the end."""
     calls: list[str] = []
     model = TinyNet()
     begin, end = lambda path: calls.append(Path(path).name), lambda: calls.append("end")
     config, timeline = a_config(profile_steps=steps), ("engine", begin, end)
     profiler = StepProfiler(config, a_world(), folder, 0, model, timeline)
-    for step in range(1, ended + 1):
+    for step in ended:
         for _ in range(2):  # passes of accumulation
             model(torch.rand(2, 3, 8, 8)).square().mean().backward()
         profiler.end_step(step)
@@ -796,7 +796,7 @@ def profiled(folder: Path, steps: int, ended: int) -> list[str]:
 
 
 def test_a_profile_covers_the_steps_after_the_first_few(tmp_path: Path) -> None:
-    assert profiled(tmp_path, 2, WARM_UP_STEPS + 5) == ["engine-timeline.json", "end"]
+    assert profiled(tmp_path, 2, range(1, WARM_UP_STEPS + 6)) == ["engine-timeline.json", "end"]
     trace = read_json(tmp_path / "profile/rank-0.json")
     marks = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")}
     times = read_json(tmp_path / "profile/gradients-rank-0.json")
@@ -812,16 +812,22 @@ def test_a_disk_that_takes_neither_profile_nor_trace_is_one_message(tmp_path: Pa
     times.parent.mkdir()
     partial_name(times).symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"the run cannot be written there \(No space left"):
-        profiled(tmp_path, 2, WARM_UP_STEPS + 5)
+        profiled(tmp_path, 2, range(1, WARM_UP_STEPS + 6))
     (tmp_path / "trace").touch()
     with pytest.raises(UserError, match=r"the run cannot be written there \(Not a directory"):
         write_trace(a_config(tensor_steps=9), a_world(), tmp_path, 5, TinyNet(), torch.zeros(()))
 
 
 def test_a_profile_that_the_end_cuts_short_is_said(tmp_path: Path) -> None:
-    *_, end, said = profiled(tmp_path / "short", 9, WARM_UP_STEPS + 2)
+    *_, end, said = profiled(tmp_path / "short", 9, range(1, WARM_UP_STEPS + 3))
     assert end == "end" and "the profile is shorter" in said
     assert (tmp_path / "short/profile/rank-0.json").exists()
-    (said,) = profiled(tmp_path / "none", 9, 2)
+    (said,) = profiled(tmp_path / "none", 9, range(1, 3))
     assert "no profile" in said
-    assert profiled(tmp_path / "not asked for", 0, 2) == []
+    assert profiled(tmp_path / "not asked for", 0, range(1, 3)) == []
+
+
+@pytest.mark.parametrize("last", [WARM_UP_STEPS + 1, WARM_UP_STEPS + 2])  # in the profile; after it
+def test_a_profile_is_not_begun_again_after_a_rollback(last: int, tmp_path: Path) -> None:
+    ended = [*range(1, last + 1), *range(2, WARM_UP_STEPS + 5)]
+    assert profiled(tmp_path, 2, ended) == ["engine-timeline.json", "end"]

@@ -48,6 +48,7 @@ def contents_of(
     progress: Progress,
     config: Config,
     data: Data,
+    world_size: int = 1,
     momenta: list[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return a checkpoint's contents: copies in the CPU's memory, which later steps leave alone."""
@@ -61,6 +62,7 @@ def contents_of(
         "scaler": parts.scaler.state_dict(),
         "progress": asdict(progress),
         "config": asdict(config),
+        "world_size": world_size,
         "data": data.identity,
         "classes": list(data.classes),
         "numpy": np.__version__,
@@ -160,7 +162,7 @@ def keep_checkpoint(
     if not world.is_first:
         return
     path = step_path(run_folder / "checkpoints", progress.step)
-    contents = contents_of(parts, progress, config, data, momenta) | {"world_size": world.size}
+    contents = contents_of(parts, progress, config, data, world.size, momenta)
     # Old enough to be from before the start of any divergence that is noticed now.
     older_by = min(1000, data.num_train // samples_per_step(config, world))
     _write_meanwhile(save_checkpoint, path, contents, config.keep_checkpoints, older_by)

@@ -98,38 +98,37 @@ class StepProfiler:
         model: nn.Module,
         timeline: tuple[str, Callable[[str], Any], Callable[[], Any]],
     ) -> None:
-        self.num_steps = config.profile_steps or 0
+        self.num_steps = config.profile_steps or 0  # 0: nothing is left to be profiled
         self.first = first_step + WARM_UP_STEPS  # of the profiled steps, 0-based
         self.folder, self.rank, self.model = folder / "profile", world.rank, model
         self.timeline = timeline
         self.profile: torch.profiler.profile | None = None
         self.gradients: GradientTimes | None = None
-        self.done = False
 
     def end_step(self, step: int) -> None:
-        """Count `step` steps as ended; start or end the profile if it is due."""
-        if not self.num_steps:
-            return
-        if step == self.first - 1:  # one step before: the profiler's own warm-up
-            self._start()
-        elif self.profile is not None:
+        """Count `step` steps as ended; start or end the profile if it is due. After a rollback a
+        step may end again, with which nothing starts anew."""
+        if self.profile is not None:
             self.profile.step()
             if self.gradients is not None:
                 self.gradients.end_step(counts=step > self.first)
             if step == self.first + self.num_steps:
                 self._stop()
+        elif self.num_steps and step == self.first - 1:  # before: the profiler's own warm-up
+            self._start()
 
     def close(self, say: Callable[[str], object]) -> None:
         """End a profile that the training's end cuts short; `say` a warning that it is missing or
         incomplete."""
-        if not self.num_steps or self.done:
+        if not self.num_steps:
             return
+        end = self.first + self.num_steps
         warning = f"warning: --profile-steps {self.num_steps}: the training ended before step"
         if self.profile is None:
             say(f"{warning} {self.first + 1}, the first to be profiled: no profile")
             return
         self._stop()
-        say(f"{warning} {self.first + self.num_steps}: the profile is shorter")
+        say(f"{warning} {end}: the profile is shorter")
 
     def _start(self) -> None:
         expect_delay()
@@ -160,7 +159,7 @@ class StepProfiler:
         assert self.profile is not None
         expect_delay()  # the profile may be large, and another rank's disk slower
         self.profile.stop()
-        self.profile, self.done = None, True
+        self.profile, self.num_steps = None, 0
         with one_sentence(self.folder):
             if self.rank == 0:
                 self.timeline[2]()

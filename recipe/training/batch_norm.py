@@ -109,7 +109,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def replace_batch_norm(
     module: nn.Module,
     kind: type[nn.Module],
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    sum_over_ranks: SumOverRanks,
 ) -> nn.Module:
     """Replace each BatchNorm in `module` by a synchronised one with the same state: the engine's
     `kind` on GPUs, the class above on the CPU. UserError for a BatchNorm that does more than
@@ -142,11 +142,8 @@ def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
         if name in ("running_mean", "running_var")
     ]
     if config.batch_norm != "sync" and buffers:
-        shared: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "average": lambda values: ranks.sum(values) / ranks.world.size,
-            "local": ranks.from_first,
-        }
         # A network on two GPUs has buffers on both.
         flat = _flatten_dense_tensors([buffer.to(buffers[0].device) for buffer in buffers])
-        flat = shared[config.batch_norm](flat)
+        is_averaged = config.batch_norm == "average"
+        flat = ranks.sum(flat) / ranks.world.size if is_averaged else ranks.from_first(flat)
         torch._foreach_copy_(buffers, _unflatten_dense_tensors(flat, buffers))

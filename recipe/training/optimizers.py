@@ -73,9 +73,10 @@ def apex_optimizers(config: Config, device: torch.device) -> Any:
     another package, or if there is no GPU."""
     flag = f"--optimizer {config.optimizer}"
     instead = {"apex-sgd": "sgd", "apex-adam": "adamw", "apex-lamb": "lamb"}[config.optimizer]
-    on_cpu = f"{flag}: has kernels for GPUs only, and this run is on the CPU; use {instead}"
     if device.type != "cuda":
-        raise UserError(on_cpu)
+        raise UserError(
+            f"{flag}: has kernels for GPUs only, and this run is on the CPU; use {instead}"
+        )
     try:
         from apex import optimizers
     except Exception as error:  # another package of that name may raise anything
