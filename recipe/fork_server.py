@@ -282,12 +282,13 @@ def serve(name: str, idle_s: float, modules: Sequence[str]) -> None:
                 sys.exit()
             continue
         asker, _ = server.listener.accept()
+        if not is_own(asker):  # it is not even listened to: it may say nothing, for ever
+            asker.close()
+            continue
         with suppress(OSError, ValueError):  # of an asker that has just ended
             _, streams, _, _ = socket.recv_fds(asker, 1, 3)
             wish = json.loads(asker.makefile(errors="surrogateescape").readline())
             is_script = isinstance(wish, dict)
-            if not is_own(asker):
-                continue
             pid = fork_process()
             if pid == 0 and is_script:
                 server.close()

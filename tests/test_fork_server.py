@@ -196,3 +196,32 @@ def test_an_asker_that_goes_away_does_not_end_the_server(tmp_path: Path) -> None
             asker.connect(f"\0{name}")
             asker.sendall(nonsense)
     assert started(python, f"{tmp_path}/quick.py").communicate()[0] == "done\n"
+
+
+FOR_ONE_USER = """
+import runpy, sys
+from recipe import fork_server
+others, is_own = [True], fork_server.is_own
+fork_server.is_own = lambda asker: not (others and others.pop()) and is_own(asker)
+fork_server.serve(sys.argv[1], 60.0, [])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_another_user_who_says_nothing_does_not_hold_the_server_up(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text("print('done')")
+    name = f"for-one-user-{os.getpid()}"
+    serving = [sys.executable, "-c", FOR_ONE_USER, name]
+    asking = [sys.executable, str(ROOT / "recipe/fork_server.py"), "run", name]
+    with (
+        socket.socket(socket.AF_UNIX) as silent,
+        subprocess.Popen(serving, stdout=subprocess.PIPE, cwd=ROOT) as server,
+    ):
+        assert server.stdout.read() == b""  # it listens
+        silent.connect(f"\0{name}")
+        try:
+            words = [*asking, str(tmp_path / "quick.py")]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            assert done.stdout == "done\n"
+        finally:
+            server.kill()
