@@ -51,27 +51,7 @@ def choose_device(config: Config, world: World) -> torch.device:
             "install g++ python3-dev), or leave --compile out"
         )
     if not on_gpu:
-        refuse(
-            (
-                config.precision == "tf32",
-                "--precision tf32: is a GPU's number format, but this run is on the CPU; use fp32 "
-                "or bf16",
-            ),
-            (
-                config.transport == "nccl",
-                "--transport nccl: carries gradients between GPUs, but this run is on the CPU; use "
-                "gloo or mpi",
-            ),
-            (
-                config.share_gpu,
-                "--share-gpu: lets ranks share a GPU, but this run is on the CPU; leave it out",
-            ),
-            (
-                config.batch_norm == "sync" and config.compile,
-                "--batch-norm sync: cannot be combined with --compile on the CPU, since it "
-                "exchanges sums inside the compiled network; leave --compile out",
-            ),
-        )
+        _refuse_settings_of_gpus(config)
         keep_freed_memory()
         if world.is_first:
             _warn_of_slow_format(config.precision)
@@ -87,6 +67,31 @@ def choose_device(config: Config, world: World) -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
     torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     return device
+
+
+def _refuse_settings_of_gpus(config: Config) -> None:
+    """Raise UserError for settings that do not work on the CPU."""
+    refuse(
+        (
+            config.precision == "tf32",
+            "--precision tf32: is a GPU's number format, but this run is on the CPU; use fp32 "
+            "or bf16",
+        ),
+        (
+            config.transport == "nccl",
+            "--transport nccl: carries gradients between GPUs, but this run is on the CPU; use "
+            "gloo or mpi",
+        ),
+        (
+            config.share_gpu,
+            "--share-gpu: lets ranks share a GPU, but this run is on the CPU; leave it out",
+        ),
+        (
+            config.batch_norm == "sync" and config.compile,
+            "--batch-norm sync: cannot be combined with --compile on the CPU, since it "
+            "exchanges sums inside the compiled network; leave --compile out",
+        ),
+    )
 
 
 def _warn_of_slow_format(precision: str) -> None:

@@ -9,7 +9,7 @@ training: with each format the engine trains a copy of the network on random ima
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,6 +50,24 @@ def settle_wire_format(
     steps = [
         trial(replace(config, wire_format=name), model, device, distribute) for name in WIRE_FORMATS
     ]
+    median_of: dict[WireFormat, float] = dict(
+        zip(WIRE_FORMATS, _median_seconds(steps, ranks), strict=True)
+    )
+    chosen: WireFormat = min(median_of, key=lambda name: median_of[name])
+    if LEAST_GAIN * median_of[chosen] >= median_of["fp32"]:
+        chosen = "fp32"
+    if ranks.world.is_first:
+        shown = ", ".join(f"{name} {1000 * median:.3g} ms" for name, median in median_of.items())
+        print(f"wire format: {chosen} ({shown} a step)", flush=True)
+    expect_delay()  # the first batches may take longer than the trial's steps
+    del steps
+    gc.collect()  # the engines' hooks and the networks refer to each other
+    return replace(config, wire_format=chosen)
+
+
+def _median_seconds(steps: Sequence[Callable[[], None]], ranks: Ranks) -> list[float]:
+    """Return the median time of each of these training steps on the slowest rank, the same on all
+    ranks. They take turns in each round."""
 
     def seconds(step: Callable[[], None]) -> float:
         """Time a training step on this rank."""
@@ -64,22 +82,12 @@ def settle_wire_format(
         times += [[seconds(step) for step in steps] for _ in range(1 + rounds - len(times))]
         # All ranks see the same times, so they continue or stop together.
         rows = ranks.rows(torch.tensor(times, dtype=torch.float64).flatten()).cpu()
-        slowest = rows.view(ranks.world.size, len(times), len(WIRE_FORMATS)).amax(dim=0)
+        slowest = rows.view(ranks.world.size, len(times), len(steps)).amax(dim=0)
         medians = slowest[1:].median(dim=0).values.tolist()
-        median_of: dict[WireFormat, float] = dict(zip(WIRE_FORMATS, medians, strict=True))
-        fastest, second, *_ = sorted(median_of.values())
+        fastest, second, *_ = sorted(medians)
         if second > CLEAR * fastest:
             break
-    chosen: WireFormat = min(median_of, key=lambda name: median_of[name])
-    if LEAST_GAIN * median_of[chosen] >= median_of["fp32"]:
-        chosen = "fp32"
-    if ranks.world.is_first:
-        shown = ", ".join(f"{name} {1000 * median:.3g} ms" for name, median in median_of.items())
-        print(f"wire format: {chosen} ({shown} a step)", flush=True)
-    expect_delay()  # the first batches may take longer than the trial's steps
-    del steps
-    gc.collect()  # the engines' hooks and the networks refer to each other
-    return replace(config, wire_format=chosen)
+    return medians
 
 
 def trial(
