@@ -41,7 +41,7 @@ def start(engine: str, words: list[str] | None = None) -> tuple[Config, World]:
     undo_mpirun_binding(world)
     workers = config.cuda and NVIDIA_DRIVER.exists() if config.workers is None else config.workers
     with one_message(world):
-        if workers and config.data != "synthetic":
+        if workers and config.reads_images:
             start_loaders_server()
         start_watchdog(world, config.stall_timeout)
     watch.begin("loading torch")

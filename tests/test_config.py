@@ -589,6 +589,7 @@ def test_no_warning(line: str, engine: str, capsys: pytest.CaptureFixture[str]) 
         (IMAGENET + "-b 32", ""),
         (IMAGENET + "-b 208 -e --weights f", ""),
         ("--data synthetic -b 208", ""),
+        ("--data synthetic --train-dir t --val-dir v -b 208", "0.08125"),
     ],
 )
 def test_a_batch_without_its_rate_is_said(

@@ -87,7 +87,7 @@ def open_data(config: Config, epoch_images: int = 0) -> Data:
 
     UserError for anything wrong with a folder, before training starts.
     """
-    if config.data == "synthetic" and not config.train_dir:
+    if not config.reads_images:
         return Data(
             None,
             None,

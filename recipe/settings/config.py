@@ -497,7 +497,7 @@ def rate_of_another_batch(config: Config, base: Config, argv: list[str]) -> list
     """Return a warning if `argv` changes the preset's batch size but not its learning rate. (For
     synthetic images any learning rate will do.)"""
     is_left = config.batch_size != base.batch_size and "base_lr" not in given_flags(argv)
-    if not is_left or config.evaluate or config.data == "synthetic":
+    if not is_left or config.evaluate or not config.reads_images:
         return []
     scaled = f"{base.base_lr * config.batch_size / base.batch_size:.4g}"
     return [
@@ -509,11 +509,10 @@ def rate_of_another_batch(config: Config, base: Config, argv: list[str]) -> list
 
 def _unmet_needs(config: Config, engine: str, world_size: int) -> dict[Need, str]:
     """For each thing that some flags need, return why this run lacks it, or ""."""
-    synthetic = config.data == "synthetic" and not config.train_dir
     schedule = f"--lr-scheduler is {config.lr_scheduler}"
     needs: dict[Need, tuple[Any, str]] = {
-        "images": (not synthetic, "--data synthetic reads no images"),
-        "synthetic data": (synthetic, "--data is not synthetic"),
+        "images": (config.reads_images, "--data synthetic reads no images"),
+        "synthetic data": (not config.reads_images, "--data is not synthetic"),
         "--data": (
             config.data not in NOT_FOLDERS or not config.train_dir,
             "--train-dir and --val-dir say where the images are",

@@ -486,6 +486,11 @@ class Config(
         return Fraction(int(min(epoch + 1, steps)), steps)
 
     @property
+    def reads_images(self) -> bool:
+        """Whether there are images to be read, and not random pixels."""
+        return self.data != "synthetic" or bool(self.train_dir)
+
+    @property
     def uses_timm(self) -> str:
         """The first flag, with its value, that needs the extra `timm`; "" if none does."""
         uses = {
