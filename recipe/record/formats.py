@@ -16,6 +16,12 @@ BEGINNINGS = {
 }
 SAFETENSORS = "is a safetensors file; read it with --weights"
 SAVE_AGAIN = "load it with what wrote it, and save its state_dict() with torch.save"
+# What a zip archive is that has a member whose name ends like this; the first that fits counts.
+MEMBERS = {
+    "/constants.pkl": f"is a TorchScript archive; {SAVE_AGAIN}",
+    "/archive_format": f"is a program of torch.export; {SAVE_AGAIN}",
+    "/data.pkl": "",  # as torch.save writes
+}
 
 
 def format_of(content: BinaryIO) -> str:
@@ -43,12 +49,9 @@ def _zip_format(content: BinaryIO) -> str:
         return ""
     finally:
         content.seek(0)
-    if any(name.endswith("/constants.pkl") for name in names):
-        return f"is a TorchScript archive; {SAVE_AGAIN}"
-    if any(name.endswith("/archive_format") for name in names):
-        return f"is a program of torch.export; {SAVE_AGAIN}"
-    if any(name.endswith("/data.pkl") for name in names):
-        return ""
+    for ending, words in MEMBERS.items():
+        if any(name.endswith(ending) for name in names):
+            return words
     if names and all(name.endswith(".npy") for name in names):
         return "is an archive of NumPy arrays (.npz); save a dict of tensors with torch.save"
     return "is a zip archive of other files; unpack it first"
