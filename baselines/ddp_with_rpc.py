@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed import autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
 
-from recipe.loop import Rung
+from recipe.loop import BEYOND_PLAIN_SGD, Rung
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import build_optimizer
 from recipe.training.state import Trainables
@@ -79,11 +79,7 @@ class TrunkTrainer(Rung):
 
     name, servers, has_remote_calls, is_for_cpu = "ddp_with_rpc", 1, True, True
     lacks = (
-        "optimizer",
-        "precision",
-        "loss_scale",
-        "clip_grad_norm",
-        "model_ema",
+        *BEYOND_PLAIN_SGD,
         "batches_per_allreduce",
         "compile",
     )

@@ -48,7 +48,7 @@ from torch.distributed import rpc
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
-from recipe.loop import Rung
+from recipe.loop import BEYOND_PLAIN_SGD, Rung
 from recipe.record.schema import RungFigures
 from recipe.training.state import Trainables
 
@@ -121,11 +121,7 @@ class Trainer(Rung):
     name, transport, servers = "parameter_server", "TensorPipe", 1
     has_remote_calls = is_for_cpu = True
     lacks = (
-        "optimizer",
-        "precision",
-        "loss_scale",
-        "clip_grad_norm",
-        "model_ema",
+        *BEYOND_PLAIN_SGD,
         "weight_check_steps",  # trainers hold weights of different age
     )
     version = 0  # of this trainer's weights

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from recipe.loop import Rung
+from recipe.loop import BEYOND_PLAIN_SGD, Rung
 from recipe.record.schema import RungFigures
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import split_resnet
@@ -51,11 +51,7 @@ class Pipeline(Rung):
 
     name = "pipeline"
     lacks = (
-        "optimizer",
-        "precision",
-        "loss_scale",
-        "clip_grad_norm",
-        "model_ema",
+        *BEYOND_PLAIN_SGD,
         "channels_last",
         "compile",
         "first_crop_size",

@@ -43,7 +43,7 @@ from torch import nn
 from torch.distributed import autograd, rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from recipe.loop import Rung
+from recipe.loop import BEYOND_PLAIN_SGD, Rung
 from recipe.training.metrics import Sums, batch_sums
 from recipe.training.model import build_optimizer, split_resnet
 from recipe.training.state import Trainables
@@ -92,11 +92,7 @@ class Driver(Rung):
     name, transport, has_group = "rpc_pipeline", "TensorPipe", False
     has_remote_calls = is_for_cpu = True
     lacks = (
-        "optimizer",
-        "precision",
-        "loss_scale",
-        "clip_grad_norm",
-        "model_ema",
+        *BEYOND_PLAIN_SGD,
         "compile",
         "weight_check_steps",  # each rank has different weights
     )

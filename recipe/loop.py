@@ -59,6 +59,8 @@ ENGINES_OWN = (
     "first_bucket_mb", "gradient_as_bucket_view", "static_graph", "num_groups", "sleeping_poll",
     "rollback", "tensor_steps", "profile_steps",
 )  # fmt: skip
+# What scripts lack that update weights by plain SGD in fp32, each in its own place.
+BEYOND_PLAIN_SGD = ("optimizer", "precision", "loss_scale", "clip_grad_norm", "model_ema")
 
 
 def refuse_settings(config: Config, lacking: Iterable[str]) -> None:

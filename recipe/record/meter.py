@@ -200,7 +200,7 @@ class StepMeter:
         self.pending = []
         due = len(self.coming) - (self.reads_later and not now)
         taken, self.coming = self.coming[:due], self.coming[due:]
-        lines = []
+        lines = list[StepLine]()
         for rows, arrival, steps in taken:
             self.clock.wait_for(arrival)
             # In the CPU's memory: with Horovod the host would wait for an exchange on GPUs.
