@@ -129,41 +129,24 @@ class Recorder:
         environment: Environment,
         lr_scale: float = 1.0,
     ) -> None:
+        if config.evaluate and (folder / "metrics.jsonl").exists():
+            # The record of the training that is evaluated stays as it is.
+            folder = new_folder(folder / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}")
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment, self.lr_scale = folder, environment, lr_scale
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
         self.console = Console(config, world, data, progress)
         self.say = self.console.say
-        if config.evaluate and (self.folder / "metrics.jsonl").exists():
-            # The record of the training that is evaluated stays as it is.
-            self.folder = new_folder(self.folder / f"evaluation-{datetime.now():%Y%m%d-%H%M%S}")
-        folder, step = self.folder, self.progress.step
-        epoch = self.progress.samples_seen // self.data.num_train
-        metrics = folder / "metrics.jsonl"
+        step, epoch = progress.step, progress.samples_seen // data.num_train
         with one_sentence(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # Leave out an interrupted run's lines after the checkpoint: they will be made again;
-            # but not which images are left out (--rollback).
-            read = [(line, record_in(line)) for line in lines_in(folder)] if step else []
-            kept = [
-                (line, record)
-                for line, record in read
-                if record and (record.step <= step or getattr(record, "left_out", None))
-            ]
-            earlier = [record for _, record in kept]
-            self.steps = [  # of this epoch so far
-                record
-                for record in earlier
-                if isinstance(record, StepLine) and record.epoch == epoch
-            ]
-            self.evaluations = [record for record in earlier if isinstance(record, EvalLine)]
-            recorded = max((record.step for record in earlier), default=0)
-            if damaged := sum(record is None for _, record in read):
-                self.say(f"warning: {metrics}: {damaged} damaged line(s) are left out")
-            replace_file(metrics, "".join(f"{line}\n" for line, _ in kept))
-            self.file: Any = metrics.open("a", buffering=1)
-            write_json(folder / "config.json", asdict(self.config), allow_nan=False)
-            write_json(folder / "environment.json", asdict(self.environment), allow_nan=False)
+            earlier = self._open_metrics()
+            write_json(folder / "config.json", asdict(config), allow_nan=False)
+            write_json(folder / "environment.json", asdict(environment), allow_nan=False)
+        steps = (record for record in earlier if isinstance(record, StepLine))
+        self.steps = [line for line in steps if line.epoch == epoch]  # of this epoch so far
+        self.evaluations = [record for record in earlier if isinstance(record, EvalLine)]
+        recorded = max((record.step for record in earlier), default=0)
         # TensorBoard drops an interrupted run's points of the epochs and steps to be made again.
         self.board = Board(folder / "tensorboard", epoch + 1 if step else None)
         self.step_board = Board(folder / "tensorboard" / "steps", step + 1 if step else None)
@@ -174,6 +157,23 @@ class Recorder:
         lost = f"no figures of steps {recorded + 1} to {step}: a rank was lost"
         reason = lost if marks.is_watched and recorded < step else None
         self.event("resume" if step else "start", resumed_from=config.resume, reason=reason)
+
+    def _open_metrics(self) -> list[Any]:
+        """Open metrics.jsonl to go on with it, and return its records. Leave out an interrupted
+        run's lines after the checkpoint: they will be made again; but not which images are left out
+        (--rollback)."""
+        metrics, step = self.folder / "metrics.jsonl", self.progress.step
+        read = [(line, record_in(line)) for line in lines_in(self.folder)] if step else []
+        kept = [
+            (line, record)
+            for line, record in read
+            if record and (record.step <= step or getattr(record, "left_out", None))
+        ]
+        if damaged := sum(record is None for _, record in read):
+            self.say(f"warning: {metrics}: {damaged} damaged line(s) are left out")
+        replace_file(metrics, "".join(f"{line}\n" for line, _ in kept))
+        self.file: Any = metrics.open("a", buffering=1)
+        return [record for _, record in kept]
 
     def _introduce(self) -> None:
         """Print what is trained, and on what."""

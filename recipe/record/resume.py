@@ -58,20 +58,10 @@ def resume(
     lost takes precedence: return, too, whether there was one. Rank 0 then prepares the folder for
     what will be written."""
     progress, world, is_kept = Progress(), ranks.world, False
+    path: Path | None = None
     if config.resume is not None:
-        path, holder = None, 0
         try:
-            if world.is_first:
-                path = find_checkpoint(config, run_folder)
-            if marks.is_watched:
-                steps = [
-                    int(kept_state.step) if kept_state else 0,
-                    step_in_name(path) if path else 0,
-                ]
-                kept, saved = ranks.rows(torch.tensor(steps)).T.tolist()
-                if is_kept := max(kept) > max(saved):
-                    holder = kept.index(max(kept))
-                    path = kept_state.state if kept_state and holder == world.rank else None
+            path, holder, is_kept = _newest_state(config, ranks, run_folder, kept_state)
             contents = load_on_all_ranks(path, ranks, holder)
         except OSError as error:
             raise UserError(
@@ -89,6 +79,23 @@ def resume(
     if world.is_first:
         take_over(run_folder, config, progress)
     return progress, is_kept
+
+
+def _newest_state(
+    config: Config, ranks: Ranks, run_folder: Path, kept_state: KeptState | None
+) -> tuple[Path | None, int, bool]:
+    """Return the file to resume from, on the rank that has it, and None on the others; that rank;
+    and whether it holds a state that was kept when another rank was lost."""
+    path = find_checkpoint(config, run_folder) if ranks.world.is_first else None
+    if not marks.is_watched:
+        return path, 0, False
+    steps = [int(kept_state.step) if kept_state else 0, step_in_name(path) if path else 0]
+    kept, saved = ranks.rows(torch.tensor(steps)).T.tolist()
+    if max(kept) <= max(saved):
+        return path, 0, False
+    holder = kept.index(max(kept))
+    path = kept_state.state if kept_state and holder == ranks.world.rank else None
+    return path, holder, True
 
 
 def repair_best(config: Config, run_folder: Path, progress: Progress) -> tuple[float, bool]:
