@@ -201,10 +201,15 @@ def _out_of_memory(text: str) -> str:
 def memory_limit() -> str:
     """Return, in words, the lowest limit of this process's memory: its own, its control group's, or
     what the host has."""
-    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of this host")]
-    limits += [(resource.getrlimit(resource.RLIMIT_AS)[0], "of a process (ulimit -v)")]
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        limits += [(number, OF_CONTAINER.format(name)) for number in _of_groups("memory", name)]
+    limits = [
+        (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of this host"),
+        (resource.getrlimit(resource.RLIMIT_AS)[0], "of a process (ulimit -v)"),
+        *(
+            (number, OF_CONTAINER.format(name))
+            for name in ("memory.max", "memory.limit_in_bytes")
+            for number in _of_groups("memory", name)
+        ),
+    ]
     number, whose = min(limit for limit in limits if limit[0] != resource.RLIM_INFINITY)
     return f"{number / 2**30:.3g} GiB {whose}"
 

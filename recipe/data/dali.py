@@ -36,21 +36,21 @@ class EncodedImages(Dataset):
         self.transform = TrainTransform(config)
 
     def __getitems__(self, keys: list[Sample]) -> Encoded:
-        contents, crops, flips = [], [], []
-        for number, index in keys:
-            content = self.listing.read(index)
-            size = image_size(content, self.listing.name(index))
-            drawn = self.transform.draw(*size, (self.seed, number, index))
-            contents.append(content)
-            crops.append([drawn.left, drawn.top, drawn.width, drawn.height])
-            flips.append(drawn.flip)
+        contents = [self.listing.read(index) for _, index in keys]
+        draws = [
+            self.transform.draw(
+                *image_size(content, self.listing.name(index)), (self.seed, number, index)
+            )
+            for content, (number, index) in zip(contents, keys, strict=True)
+        ]
+        crops = [[drawn.left, drawn.top, drawn.width, drawn.height] for drawn in draws]
         indices = torch.tensor([index for _, index in keys])
         # One tensor for all bytes: each tensor costs an open file on its way from a worker.
         return (
             torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8),
             torch.tensor([len(content) for content in contents]),
             torch.tensor(crops, dtype=torch.int32),
-            torch.tensor(flips, dtype=torch.int32),
+            torch.tensor([drawn.flip for drawn in draws], dtype=torch.int32),
             torch.from_numpy(self.listing.labels)[indices],
             indices,
         )

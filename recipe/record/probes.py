@@ -48,14 +48,14 @@ class GradientTimes:
     """Notes when a rank's gradients of the profiled steps are ready, in ns of the Unix clock."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.elements = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.elements = {name: parameter.numel() for name, parameter in trained.items()}
         self.steps: list[dict[str, Any]] = []
         self.step: dict[str, Any] = {}
         self.handles: list[Any] = [model.register_forward_hook(self._begin)]
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                mark = partial(self._mark, name)
-                self.handles.append(parameter.register_post_accumulate_grad_hook(mark))
+        for name, parameter in trained.items():
+            mark = partial(self._mark, name)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
     def _begin(self, *_: Any) -> None:
         """Note the end of a forward pass. Of several in a step the last counts, whose backward pass

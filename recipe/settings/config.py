@@ -468,11 +468,12 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
     """Return warnings about settings that differ from the preset `base` but have no effect in this
     run, and about settings that are probably a mistake."""
     unmet = _unmet_needs(config, engine, world_size)
-    lines = []
-    for name, flag in FLAGS.items():
-        reasons = [unmet[need] for need in flag.needs if unmet[need]]
-        if reasons and getattr(config, name) != getattr(base, name):
-            lines.append(f"{spelled(name)} has no effect: {reasons[0]}")
+    lines = [
+        f"{spelled(name)} has no effect: {reasons[0]}"
+        for name, flag in FLAGS.items()
+        if (reasons := [unmet[need] for need in flag.needs if unmet[need]])
+        and getattr(config, name) != getattr(base, name)
+    ]
     is_as_imagenet = (config.image_mean, config.image_std) == (Config.image_mean, Config.image_std)
     mistakes: Mistakes = [
         (

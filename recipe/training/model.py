@@ -276,15 +276,12 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict]:
         "biases": config.wd if config.bias_weight_decay is None else config.bias_weight_decay,
     }
     groups: dict[str, list[nn.Parameter]] = {kind: [] for kind in decays}
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen or not parameter.requires_grad:
-                continue
-            seen.add(id(parameter))
-            is_bias = name == "bias" or name.endswith("_bias")  # attention has an in_proj_bias
-            kind = "norms" if isinstance(module, NORMS) else "biases" if is_bias else "weights"
-            groups[kind].append(parameter)
+    for path, parameter in model.named_parameters():
+        owner, _, name = path.rpartition(".")
+        is_norm = isinstance(model.get_submodule(owner), NORMS)
+        is_bias = name == "bias" or name.endswith("_bias")  # attention has an in_proj_bias
+        if parameter.requires_grad:
+            groups["norms" if is_norm else "biases" if is_bias else "weights"].append(parameter)
     return [
         {"params": groups[kind], "weight_decay": decay}
         for kind, decay in decays.items()
