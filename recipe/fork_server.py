@@ -210,6 +210,15 @@ class Fork(NamedTuple):
     asker: socket.socket | None  # becomes readable when the process that asked for a script ends
 
 
+class Wish(NamedTuple):
+    """What a process has asked for: a script, as arguments of `become`, or the server of a session,
+    by its name; and its standard streams."""
+
+    what: Any
+    streams: list[int]
+    asker: socket.socket
+
+
 class Server:
     """Where processes ask, and the forks that run."""
 
@@ -248,6 +257,31 @@ class Server:
                     fork.asker.close()
         return ready
 
+    def answer(self) -> Wish | None:
+        """Fork for a process that asks. Return in the fork what was asked for; None in this
+        process, or if it asks no more."""
+        asker, _ = self.listener.accept()
+        if not is_own(asker):  # it is not even listened to: it may say nothing, for ever
+            asker.close()
+            return None
+        with suppress(OSError, ValueError):  # of an asker that has just ended
+            _, streams, _, _ = socket.recv_fds(asker, 1, 3)
+            what = json.loads(asker.makefile(errors="surrogateescape").readline())
+            is_script = isinstance(what, dict)
+            pid = fork_process()
+            if pid == 0:
+                self.close()
+                return Wish(what, streams, asker)
+            self.forks.append(Fork(pid, asker if is_script else None))
+            for stream in streams:
+                os.close(stream)
+            if is_script:
+                os.setpgid(pid, pid)  # to end it with what it starts
+                asker.sendall(b"%d\n" % pid)
+            else:
+                asker.close()
+        return None
+
     def close(self) -> None:
         """Close what a fork does not need."""
         signal.set_wakeup_fd(-1)
@@ -277,38 +311,19 @@ def serve(name: str, idle_s: float, modules: Sequence[str]) -> None:
     os.close(nowhere)
     while True:
         had_forks, ready = bool(server.forks), server.wait(idle_s)
-        if server.listener not in ready:
-            if not server.forks and (is_of_session or not had_forks):
-                sys.exit()
-            continue
-        asker, _ = server.listener.accept()
-        if not is_own(asker):  # it is not even listened to: it may say nothing, for ever
-            asker.close()
-            continue
-        with suppress(OSError, ValueError):  # of an asker that has just ended
-            _, streams, _, _ = socket.recv_fds(asker, 1, 3)
-            wish = json.loads(asker.makefile(errors="surrogateescape").readline())
-            is_script = isinstance(wish, dict)
-            pid = fork_process()
-            if pid == 0 and is_script:
-                server.close()
-                asker.close()
-                become(**wish, streams=streams)
-                return
-            if pid == 0:
-                server.close()
-                os.setsid()
-                server, is_of_session = Server(wish), True
-                asker.close()  # which tells who asked
+        if server.listener in ready:
+            wish = server.answer()
+            if wish is None:
                 continue
-            server.forks.append(Fork(pid, asker if is_script else None))
-            for stream in streams:
-                os.close(stream)
-            if is_script:
-                os.setpgid(pid, pid)  # to end it with what it starts
-                asker.sendall(b"%d\n" % pid)
-            else:
-                asker.close()
+            if isinstance(wish.what, dict):
+                wish.asker.close()
+                become(**wish.what, streams=wish.streams)
+                return
+            os.setsid()
+            server, is_of_session = Server(wish.what), True
+            wish.asker.close()  # which tells who asked
+        elif not server.forks and (is_of_session or not had_forks):
+            sys.exit()
 
 
 def become(
