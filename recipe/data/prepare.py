@@ -392,17 +392,12 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
             "another --images-per-shard. Choose another folder for the shards, or remove this one."
         )
     if not (folder / INDEX).is_file():
-        notes = []
         bar = tqdm(names, folder.name, unit="shard", disable=None)
-        for name, start in zip(bar, starts, strict=True):
-            note = work / f"{name}.npz"
-            if not note.is_file() or not (folder / name).is_file():
-                indices = range(start, min(start + images_per_shard, len(listing)))
-                measured = _write_shard(listing, indices, work / name)
-                os.replace(work / name, folder / name)
-                with whole_file(note, sync=True) as file:
-                    np.savez(file, **measured)
-            notes.append(read_arrays(note))
+        spans = (range(len(listing))[start : start + images_per_shard] for start in starts)
+        notes = [
+            _note_on(listing, indices, folder / name, work)
+            for name, indices in zip(bar, spans, strict=True)
+        ]
         index |= {
             name: np.concatenate([note[name] for note in notes]).astype(dtype)
             for name, dtype in MEASURED.items()
@@ -411,6 +406,18 @@ def _make_part(listing: Listing, folder: Path, images_per_shard: int) -> Shards:
             np.savez(file, **index)
     shutil.rmtree(work, ignore_errors=True)
     return open_shards(folder)
+
+
+def _note_on(listing: Listing, indices: range, shard: Path, work: Path) -> dict[str, Any]:
+    """Return what the index holds about a shard, from the note on it in the folder `work`; first
+    write shard and note, if one of them is missing."""
+    note = work / f"{shard.name}.npz"
+    if not note.is_file() or not shard.is_file():
+        measured = _write_shard(listing, indices, work / shard.name)
+        os.replace(work / shard.name, shard)
+        with whole_file(note, sync=True) as file:
+            np.savez(file, **measured)
+    return read_arrays(note)
 
 
 def _write_shard(listing: Listing, indices: range, shard: Path) -> dict[str, Any]:

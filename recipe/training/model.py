@@ -49,21 +49,7 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     broadcasts them.
     """
     check_arch(config.arch)
-    published = None
-    if config.pretrained:
-        if config.arch == RESNET10:
-            raise UserError(
-                f"--pretrained: torchvision has no weights of --arch {RESNET10}; choose another "
-                "network, or give a file with --weights"
-            )
-        published = torchvision.models.get_model_weights(config.arch).DEFAULT
-        count = len(published.meta["categories"])
-        if count != num_classes:
-            raise UserError(
-                f"--pretrained: {config.arch}'s published weights are for {count} classes, and the "
-                f"data has {num_classes}; train from scratch, or give their file with --weights "
-                "and add --new-head"
-            )
+    published = _published_weights(config, num_classes) if config.pretrained else None
     torch.manual_seed(config.seed)
     try:
         model = _new_network(config, num_classes)
@@ -87,6 +73,25 @@ def build_model(config: Config, num_classes: int, download: bool) -> nn.Module:
     if config.channels_last:
         give_gradients_their_layout(model)
     return model
+
+
+def _published_weights(config: Config, num_classes: int) -> torchvision.models.WeightsEnum:
+    """Return torchvision's best weights of --arch; UserError if there are none, or if they are for
+    another number of classes."""
+    if config.arch == RESNET10:
+        raise UserError(
+            f"--pretrained: torchvision has no weights of --arch {RESNET10}; choose another "
+            "network, or give a file with --weights"
+        )
+    published = torchvision.models.get_model_weights(config.arch).DEFAULT
+    count = len(published.meta["categories"])
+    if count != num_classes:
+        raise UserError(
+            f"--pretrained: {config.arch}'s published weights are for {count} classes, and the "
+            f"data has {num_classes}; train from scratch, or give their file with --weights "
+            "and add --new-head"
+        )
+    return published
 
 
 def check_arch(arch: str) -> None:
