@@ -618,3 +618,12 @@ def test_synthetic_data_is_evaluated_only_when_asked() -> None:
 
     assert validated(config) == []
     assert validated(replace(config, desired_acc=75.0)) == ["model"]
+
+
+def test_an_evaluation_shows_the_images_of_all_ranks() -> None:
+    """Also in baselines/pipeline.py, where each rank reads all images for training."""
+    config = a_config(data="synthetic", synthetic_images=10, batch_norm="sync", desired_acc=75.0)
+    parts, shown = SimpleNamespace(model=TinyNet(1000), ema=None), list[int]()
+    ranks = Ranks(a_world(0, 2))
+    validate(parts, config, ranks, open_data(config), CPU, 0, show=shown.append)
+    assert shown == [8, 2]

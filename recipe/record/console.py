@@ -9,7 +9,6 @@ from tqdm import tqdm
 from recipe.data.batches import Data
 from recipe.settings.config import Config
 from recipe.training.state import Progress
-from recipe.world import World
 
 LINE_S = 30.0  # between two lines, at least
 
@@ -17,8 +16,8 @@ LINE_S = 30.0  # between two lines, at least
 class Console:
     """The lines and progress bars of one session."""
 
-    def __init__(self, config: Config, world: World, data: Data, progress: Progress) -> None:
-        self.config, self.world, self.data, self.progress = config, world, data, progress
+    def __init__(self, config: Config, data: Data, progress: Progress) -> None:
+        self.config, self.data, self.progress = config, data, progress
         self.has_bars = sys.stderr.isatty()
         self.bar = self.evaluation = tqdm(disable=True)  # none
         self.latest = ""  # figures of the last written steps
@@ -60,9 +59,9 @@ class Console:
             self.say(f"{place}  step {step:,}/{self.last_step:,}, {left}")
 
     def show_evaluation(self, images: int) -> None:
-        """Show that this rank has evaluated `images` more, and each other rank about as many."""
+        """Show that about so many more `images` were evaluated, by all ranks together."""
         total = self.data.num_val * (1 + self.config.model_ema)
-        images = min(images * self.world.size, total - self.evaluated)
+        images = min(images, total - self.evaluated)
         self.evaluated += images
         if self.has_bars:
             if self.evaluation.disable:

@@ -135,7 +135,7 @@ class Recorder:
         self.config, self.world, self.data, self.progress = config, world, data, progress
         self.folder, self.environment, self.lr_scale = folder, environment, lr_scale
         self.first_step, self.skipped_steps = progress.step, progress.skipped_steps
-        self.console = Console(config, world, data, progress)
+        self.console = Console(config, data, progress)
         self.say = self.console.say
         step, epoch = progress.step, progress.samples_seen // data.num_train
         with one_sentence(folder):

@@ -19,7 +19,7 @@ from recipe.watch import expect_delay, heartbeat
 # A vector of sums, float64 [4]: loss, images whose label was the best guess, images whose label was
 # among the five best guesses, images.
 Sums = torch.Tensor
-Show = Callable[[int], object]  # called with the number of images just evaluated on this rank
+Show = Callable[[int], object]  # called with the number of images that were just evaluated
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,24 @@ def validate(
     show: Show = lambda images: None,
 ) -> list[Evaluation]:
     """Evaluate the model, and its moving average if there is one, on all validation images. Do
-    nothing for synthetic data, whose labels are random, unless a flag asks for it."""
+    nothing for synthetic data, whose labels are random, unless a flag asks for it. `show` is called
+    with the images that all ranks have evaluated, as many on each as here."""
     model, ema = parts.model, parts.ema
     align_batch_norm(model, config, ranks)
     if data.val is None and not (config.evaluate or config.desired_acc):
         return []
     if ema is not None:
         copy_buffers(model, ema.module)
+
+    def show_all(images: int) -> None:
+        show(images * ranks.world.size)
+
     evaluations = []
     for weights, candidate in {"model": model, "ema": ema}.items():
         if candidate is not None:
             started = time.perf_counter()
             batches = validation_batches(data, config, ranks.world, device, workers, input_meter)
-            sums = ranks.sum(evaluate(candidate, batches, config, device, show)).cpu()
+            sums = ranks.sum(evaluate(candidate, batches, config, device, show_all)).cpu()
             seconds = time.perf_counter() - started
             evaluations.append(Evaluation(weights, means(sums), int(sums[3]), seconds))
     return evaluations
