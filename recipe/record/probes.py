@@ -114,7 +114,7 @@ class StepProfiler:
                 self.gradients.end_step(counts=step > self.first)
             if step == self.first + self.num_steps:
                 self._stop()
-        elif self.num_steps and step == self.first - 1:  # before: the profiler's own warm-up
+        elif self.num_steps and step == self.first - 1:  # one before: the profiler's own warm-up
             self._start()
 
     def close(self, say: Callable[[str], object]) -> None:
