@@ -247,6 +247,8 @@ def convert_idx(
     files = find_idx(folder, prefix)
     listings = dict(zip(("train", "val"), open_idx(files), strict=True))
     check_train_and_val(listings["train"], listings["val"])
+    of_pixels = mean_and_std(read_idx(files.files["train", "images"], 3))
+    mean, std = (" ".join(3 * [f"{value:.4f}"]) for value in of_pixels)
     if shards:
         lines = write_shards(listings, out, IMAGES_PER_SHARD)
     else:
@@ -255,8 +257,6 @@ def convert_idx(
             f"{out / part}: {len(listing):,} images of {len(listing.classes)} classes"
             for part, listing in listings.items()
         ]
-    pixels = read_idx(files.files["train", "images"], 3)
-    mean, std = (" ".join(3 * [f"{value:.4f}"]) for value in mean_and_std(pixels))
     upright = ["images were stored column by column, as in all of EMNIST, and are upright now"]
     return [
         *lines,
