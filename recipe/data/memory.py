@@ -26,6 +26,6 @@ class ImagesInMemory(Listing):
     @functools.cached_property
     def checksums(self) -> np.ndarray:
         """The CRC-32 of each encoded image (uint32 [num_images]), as an index of shards has it."""
-        contents = memoryview(self.contents)  # its parts are no copies: 70,000 images take 0.06 s
+        contents = self.contents.data  # whose parts are no copies: 70,000 images take 0.06 s
         images = (contents[begin:end] for begin, end in pairwise(self.offsets.tolist()))
         return np.fromiter(map(zlib.crc32, images), np.uint32, len(self))
