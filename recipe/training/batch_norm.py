@@ -142,8 +142,11 @@ def align_batch_norm(model: nn.Module, config: Config, ranks: Ranks) -> None:
         if name in ("running_mean", "running_var")
     ]
     if config.batch_norm != "sync" and buffers:
+        shared: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "average": lambda values: ranks.sum(values) / ranks.world.size,
+            "local": ranks.from_first,
+        }
         # A network on two GPUs has buffers on both.
         flat = _flatten_dense_tensors([buffer.to(buffers[0].device) for buffer in buffers])
-        is_averaged = config.batch_norm == "average"
-        flat = ranks.sum(flat) / ranks.world.size if is_averaged else ranks.from_first(flat)
+        flat = shared[config.batch_norm](flat)
         torch._foreach_copy_(buffers, _unflatten_dense_tensors(flat, buffers))
