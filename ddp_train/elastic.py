@@ -18,7 +18,6 @@ from recipe.errors import one_message
 from recipe.fork_server import leave_like
 from recipe.rank_forker import GENERATION, RankForker, look_s
 from recipe.settings.config import parse_args
-from recipe.world import World
 
 
 def supervise() -> None:
@@ -47,28 +46,18 @@ def supervise() -> None:
             os.environ[GENERATION] = str(generation)
             if forker.start():
                 return
-            following = None
             with suppress(RuntimeError):  # an agent is gone, and the store with it
-                following = _watch_over(forker, store, generation, most, world)
-            if following is None:
-                leave_like(forker.end())
-            generation = following
-
-
-def _watch_over(
-    forker: RankForker, store: Any, generation: int, most: int, world: World
-) -> int | None:
-    """Return, when this generation's rank has ended, the one that follows; None if none does."""
-    while forker.wait(look_s(world.size)) is None:
-        if int(store.get(GENERATION)) > generation:
-            break
-    is_lost = forker.is_lost(forker.end())
-    if is_lost and generation < most and not store.check([_end_of(generation)]):
-        return _next(store, generation)
-    store.set(_end_of(generation), "")
-    if is_lost and generation == most:  # else the agent would allow as many restarts
-        nearest_launcher(world).terminate()
-    return None
+                while forker.wait(look_s(world.size)) is None:
+                    if int(store.get(GENERATION)) > generation:
+                        break
+                is_lost = forker.is_lost(forker.end())
+                if is_lost and generation < most and not store.check([_end_of(generation)]):
+                    generation = _next(store, generation)
+                    continue
+                store.set(_end_of(generation), "")
+                if is_lost and generation == most:  # else the agent would allow as many restarts
+                    nearest_launcher(world).terminate()
+            leave_like(forker.end())
 
 
 def _end_of(generation: int) -> str:

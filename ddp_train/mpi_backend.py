@@ -67,7 +67,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     the scripts need are implemented.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]  # torch 2.11: no store
         self.comm = MPI.COMM_WORLD.Split(key=rank)  # keeps its messages apart from all others
         self.handed_over: SimpleQueue[Future[None] | None] = SimpleQueue()
@@ -135,9 +135,9 @@ class MPIProcessGroup(dist.ProcessGroup):
 
 
 def create(store: dist.Store, rank: int, size: int, timeout: object) -> MPIProcessGroup:
-    """Create the process group, for torch.distributed. MPI needs no `store`, and the trainer's
-    watch ends a run that hangs."""
-    return MPIProcessGroup(rank, size)
+    """Create the process group, for torch.distributed. `timeout` is not used: the trainer's watch
+    ends a run that hangs."""
+    return MPIProcessGroup(store, rank, size)
 
 
 dist.Backend.register_backend(NAME, create, devices=["cpu"])
