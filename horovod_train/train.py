@@ -8,8 +8,7 @@ differently. Code that does not depend on the engine is in recipe/.
 
 from horovod_train.elastic import supervise
 from recipe.settings.config import Config
-from recipe.errors import one_message
-from recipe.start import Hooks, start
+from recipe.start import Hooks, run_script
 from recipe.watch import heartbeat
 from recipe.world import World
 
@@ -17,7 +16,7 @@ ENGINE = "horovod"
 
 if __name__ == "__main__":  # before torch is loaded
     supervise()  # if lost ranks are to be replaced, this process watches and another one trains
-    config, world = start(ENGINE)
+    run_script(__file__)  # reads the flags, and calls `main`
 
 import sys
 
@@ -162,8 +161,3 @@ def main(config: Config, world: World, hooks: Hooks) -> int:
     exit_code = session.end()
     hvd.shutdown()
     return exit_code
-
-
-if __name__ == "__main__":
-    with one_message(world):
-        sys.exit(main(config, world, Hooks()))
