@@ -1,11 +1,16 @@
-"""The ranks of a side, as the scheduler of turns knows them, and what they have not done yet."""
+"""The started sides and their ranks, as the scheduler of turns knows them, and what they have not
+done yet."""
 
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from compare.for_scripts.comparison_side import SCHEDULER, VERSIONED, State
+from compare.evidence.words import count
+from compare.for_scripts.comparison_side import LEAD_IN_STEPS, SCHEDULER, VERSIONED, State, send
+from compare.plan.plan import Run
 
 SHOWN_RANKS = 8  # in a message
 
@@ -14,7 +19,6 @@ SHOWN_RANKS = 8  # in a message
 class Rank:
     """A handle of a process that takes turns: its identity, its state, and its last turn."""
 
-    side: str
     number: int
     host: str
     machine: str  # its boot id; hosts that share a kernel share its cores
@@ -26,6 +30,70 @@ class Rank:
     launcher: str = "none"  # by its variables
     steps: int = 0  # that it has made, or more: it reports the first one, and ends of turns
     steps_asked: int = 0  # that it will have made when it is ready again
+
+
+@dataclass
+class StartedSide:
+    """A side whose launcher was started, with those of its ranks that have connected."""
+
+    run: Run
+    launcher: subprocess.Popen[bytes]
+    ranks: list[Rank] = field(default_factory=list)
+    # When it last reported something, or was asked to do something.
+    heard: float = field(default_factory=time.monotonic)
+    is_told: bool = False  # that it is silent: a line says so
+
+    @property
+    def num_ranks(self) -> int:
+        """Its number of ranks, from the plan or else from its launcher; -1: not known before the
+        first one has connected."""
+        return self.run.workers or next((rank.size for rank in self.ranks), -1)
+
+    @property
+    def lag(self) -> "Lag | None":
+        """What its hindmost ranks have not done; None if it is ready or paused."""
+        return lag_of(self.ranks, self.num_ranks, self.run.is_script)
+
+    def are(self, state: State) -> bool:
+        """Return whether all its ranks have connected and are in this state."""
+        states = [rank.state for rank in self.ranks]
+        return len(states) == self.num_ranks and {*states} == {state}
+
+    def hear(self) -> None:
+        """Note that it has reported something, or was asked to do something."""
+        self.heard, self.is_told = time.monotonic(), False
+
+    def send(self, wanted: State, **values: Any) -> None:
+        """Tell all its ranks to take a state. They count as running until they confirm it."""
+        self.hear()
+        for rank in self.ranks:
+            rank.state = State.RUNNING
+            if wanted is State.RUNNING:
+                rank.steps_asked += LEAD_IN_STEPS + values["steps"]
+            send(rank.connection, wanted, **values)
+
+    def facts(self) -> dict[str, Any]:
+        """Return a script's environment, as its first rank reports it, with the hosts of all its
+        ranks."""
+        ranks = sorted(self.ranks, key=lambda rank: rank.number)
+        hosts = [rank.host for rank in ranks]
+        return ranks[0].measured["facts"] | {
+            "launcher": ranks[0].launcher,
+            "world_size": len(hosts),
+            "local_size": hosts.count(ranks[0].host),
+            "rank_hosts": hosts,
+            "hosts": sorted({*hosts}),
+        }
+
+    def ended_early(self) -> str:
+        """Return what a user's own script has not done that has ended without an error; "" for a
+        trainer."""
+        if not self.run.is_script:
+            return ""
+        if (lag := self.lag) and not lag.began:
+            return f": {lag.text}; {lag.remedy}"
+        steps = count(max(rank.steps for rank in self.ranks), "step")
+        return f" after at least {steps}: it must train until run.py ends it; give it more epochs"
 
 
 class Task(NamedTuple):

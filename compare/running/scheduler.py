@@ -41,7 +41,6 @@ from compare.evidence.record import BlockLine, SideLine
 from compare.evidence.runs import NO_SETTINGS
 from compare.evidence.stopping import BlockCost
 from compare.evidence.turns import Block, Purpose, Turn, quiet_load
-from compare.evidence.words import count
 from compare.for_scripts import comparison_side
 from compare.for_scripts.comparison_side import (
     LEAD_IN_STEPS,
@@ -69,7 +68,7 @@ from compare.running.launch import (
     print_live,
     shown_tail,
 )
-from compare.running.ranks import Rank, lag_of
+from compare.running.ranks import Rank, StartedSide
 from compare.running.take_turns import WITHOUT_TIMEOUTS
 from recipe.errors import UserError
 from recipe.files import replace_file
@@ -211,13 +210,8 @@ class Scheduler(Launches):
         self.paces = dict[str, float]()  # seconds of a step, by side, in the trial turns
         self.aside, self.key = failed_folder(folder), secrets.token_bytes(32)
         self.listener, self.address = listen(sides)
-        self.started: dict[str, subprocess.Popen[bytes]] = {}  # each side's launcher
-        self.ranks: list[Rank] = []
-        self.sides = dict[str, Run]()  # the started ones, by name
+        self.sides = dict[str, StartedSide]()  # by name
         self.on_turn = ""  # the name of the side whose turn it is; "" while sides start
-        # When each side last reported something, or was asked to do something.
-        self.heard = dict[str, float]()
-        self.told = set[str]()  # the silent sides of which a line says so
 
     def __enter__(self) -> "Scheduler":
         clear_folder(self.folder)
@@ -235,6 +229,11 @@ class Scheduler(Launches):
             self.folder.rename(self.aside)
 
     @property
+    def ranks(self) -> list[Rank]:
+        """All ranks that have connected."""
+        return [rank for side in self.sides.values() for rank in side.ranks]
+
+    @property
     def quiet_cores(self) -> float:
         """The largest load by other processes, in cores, of a turn that counts: that of the
         smallest machine."""
@@ -249,28 +248,26 @@ class Scheduler(Launches):
         machine with GPUs, a side is started when the previous one is paused: in the warm-up cuDNN
         times its kernels to find the fastest, and on a GPU in use it would choose by chance.
         """
-        place = f"{self.address} {self.key.hex()}"
-        started, on_gpus = list[Run](), visible_gpus() > 0
-        while not all(self.are(State.PAUSED, side) for side in sides):
+        started, on_gpus = list[StartedSide](), visible_gpus() > 0
+        while len(started) < len(sides) or not all(side.are(State.PAUSED) for side in started):
             are_there = all(
-                self.are(State.PAUSED, side)
-                if on_gpus
-                else len(self.of(side)) == self.ranks_of(side)
+                side.are(State.PAUSED) if on_gpus else len(side.ranks) == side.num_ranks
                 for side in started
             )
             if are_there and len(started) < len(sides):
-                started.append(side := sides[len(started)])
-                self.sides[side.side] = side
-                who = f"{place} {side.side} {self.plan.warm_up_steps}"
-                self.started[side.side] = start_side(
-                    side, self.folder / side.side / SIDE_RUN.parent, self, who
-                )
-                self.hear(side.side)
+                started.append(self.launch_side(sides[len(started)]))
                 deadline = time.monotonic() + self.plan.timeout
             self.receive(started, deadline)
             for side in started:
-                if self.are(State.READY, side):
-                    self.send(side, State.PAUSED)
+                if side.are(State.READY):
+                    side.send(State.PAUSED)
+
+    def launch_side(self, run: Run) -> StartedSide:
+        """Start a side's command, and return the side, of which no rank has connected yet."""
+        who = f"{self.address} {self.key.hex()} {run.side} {self.plan.warm_up_steps}"
+        launcher = start_side(run, self.folder / run.side / SIDE_RUN.parent, self, who)
+        self.sides[run.side] = StartedSide(run, launcher)
+        return self.sides[run.side]
 
     def find_steps(self, sides: Sequence[Run]) -> list[Turn]:
         """Set the steps of a turn: the plan's, or as many as last TURN_SECONDS at the pace of the
@@ -296,7 +293,8 @@ class Scheduler(Launches):
 
     def pace(self, side: Run) -> float:
         """Return the seconds from one step's end to the next, in a side's last turn."""
-        seconds = fmean(rank.measured["wall_seconds"] for rank in self.of(side))
+        ranks = self.sides[side.side].ranks
+        seconds = fmean(rank.measured["wall_seconds"] for rank in ranks)
         return seconds / self.steps_of(side)
 
     def round_seconds(self, sides: Sequence[Run]) -> float:
@@ -355,63 +353,43 @@ class Scheduler(Launches):
         """Let one side run for a turn's steps, and return the turn. `how` may set `exchange` of
         gradients (default: True) and `digest` of the weights at the end (default: False)."""
         self.on_turn, began = side.side, time.time()
-        steps = self.steps_of(side)
+        started, steps = self.sides[side.side], self.steps_of(side)
         ask = {"steps": steps, "case": side.case, "exchange": True, "digest": False}
-        ranks = self.request(side, State.RUNNING, State.READY, **ask | how)
-        cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in ranks)
-        self.request(side, State.PAUSED, State.PAUSED)
-        turn = make_turn(side, steps, round_, round(began, 2), ranks, cpu_seconds)
+        self.request(started, State.RUNNING, State.READY, **ask | how)
+        cpu_seconds = sum(rank.measured["cpu_seconds"] for rank in started.ranks)
+        self.request(started, State.PAUSED, State.PAUSED)
+        turn = make_turn(side, steps, round_, round(began, 2), started.ranks, cpu_seconds)
         return replace(turn, purpose=purpose)
+
+    def request(self, side: StartedSide, wanted: State, until: State, **values: Any) -> None:
+        """Tell all ranks of a side to take a state; return when all are in state `until`."""
+        deadline = time.monotonic() + self.plan.timeout
+        side.send(wanted, **values)
+        while not side.are(until):
+            self.receive([side], deadline)
 
     def weights(self) -> dict[str, str]:
         """Return the digest of each side's weights, where its ranks reported one. MeasurementError
         if the ranks of a side have different ones: then their gradients were not averaged."""
-        by_side = defaultdict[str, set[str]](set)
-        for rank in self.ranks:
-            if "weights" in rank.measured:
-                by_side[rank.side].add(rank.measured["weights"])
-        for side, digests in by_side.items():
+        by_side = {
+            name: {rank.measured["weights"] for rank in side.ranks if "weights" in rank.measured}
+            for name, side in self.sides.items()
+        }
+        for name, digests in by_side.items():
             if len(digests) > 1:
                 raise MeasurementError(
-                    f"{side}: its ranks ended with {len(digests)} different weights, so it does "
+                    f"{name}: its ranks ended with {len(digests)} different weights, so it does "
                     "not average gradients over all ranks, and does less work than it should"
                 )
-        return {side: digests.pop() for side, digests in by_side.items()}
-
-    def request(self, side: Run, wanted: State, until: State, **values: Any) -> list[Rank]:
-        """Tell all ranks of a side to take a state; return them when all are in state `until`."""
-        deadline = time.monotonic() + self.plan.timeout
-        self.send(side, wanted, **values)
-        while not self.are(until, side):
-            self.receive([side], deadline)
-        return self.of(side)
-
-    def send(self, side: Run, wanted: State, **values: Any) -> None:
-        """Tell all ranks of a side to take a state. They count as running until they confirm it."""
-        self.hear(side.side)
-        for rank in self.of(side):
-            rank.state = State.RUNNING
-            if wanted is State.RUNNING:
-                rank.steps_asked += LEAD_IN_STEPS + values["steps"]
-            send(rank.connection, wanted, **values)
-
-    def of(self, side: Run) -> list[Rank]:
-        """Return the ranks of a side that have connected."""
-        return [rank for rank in self.ranks if rank.side == side.side]
-
-    def ranks_of(self, side: Run) -> int:
-        """Return a side's number of ranks, from the plan or else from its launcher; -1: not known
-        before the first rank has connected."""
-        return side.workers or next((rank.size for rank in self.of(side)), -1)
-
-    def are(self, state: State, side: Run) -> bool:
-        """Return whether all ranks of a side have connected and are in this state."""
-        states = [rank.state for rank in self.of(side)]
-        return len(states) == self.ranks_of(side) and {*states} == {state}
+        return {name: digests.pop() for name, digests in by_side.items() if digests}
 
     def unit(self) -> str:
         """Return the unit that all sides count; MeasurementError if they count different ones."""
-        units = {rank.side: rank.measured.get("unit", "images") for rank in self.ranks}
+        units = {
+            name: rank.measured.get("unit", "images")
+            for name, side in self.sides.items()
+            for rank in side.ranks
+        }
         if len({*units.values()}) > 1:
             counts = ", ".join(f"{side} {unit}" for side, unit in units.items())
             raise MeasurementError(
@@ -420,85 +398,66 @@ class Scheduler(Launches):
         return next(iter(units.values()))
 
     def facts(self) -> dict[str, Any]:
-        """Return each script's environment, as its first rank reports it, with the hosts of all its
-        ranks. MeasurementError if a script runs another work tree's code."""
-        by_side = dict[str, Any]()
-        for rank in sorted(self.ranks, key=lambda rank: rank.number):
-            side = self.sides[rank.side]
-            if side.is_script and "facts" in rank.measured and rank.side not in by_side:
-                hosts = [own.host for own in sorted(self.of(side), key=lambda own: own.number)]
-                world = {
-                    "launcher": rank.launcher,
-                    "world_size": len(hosts),
-                    "local_size": hosts.count(rank.host),
-                    "rank_hosts": hosts,
-                    "hosts": sorted({*hosts}),
-                }
-                by_side[rank.side] = rank.measured["facts"] | world
-        for name in by_side:
-            check_imports(self.sides[name], by_side)
+        """Return each script's environment. MeasurementError if a script runs another work tree's
+        code."""
+        scripts = {name: side for name, side in self.sides.items() if side.run.is_script}
+        by_side = {name: side.facts() for name, side in scripts.items()}
+        for side in scripts.values():
+            check_imports(side.run, by_side)
         return {
             name: {field: value for field, value in facts.items() if field != "imports"}
             for name, facts in by_side.items()
         }
 
-    def receive(self, awaited: Sequence[Run], deadline: float) -> None:
+    def receive(self, awaited: Sequence[StartedSide], deadline: float) -> None:
         """Receive messages of the ranks for up to half a second. MeasurementError if a side has
         ended, or if one of those that are waited for will not be ready until the deadline."""
-        for side, launcher in self.started.items():
-            if launcher.poll() is not None:
+        for side in self.sides.values():
+            if side.launcher.poll() is not None:
                 raise self.failure(side)
         self.check_silent(awaited, deadline)
-        by_connection: dict[Any, Rank] = {rank.connection: rank for rank in self.ranks}
+        by_connection: dict[Any, tuple[StartedSide, Rank]] = {
+            rank.connection: (side, rank) for side in self.sides.values() for rank in side.ranks
+        }
         for ready in wait([self.listener, *by_connection], timeout=0.5):
             if ready is self.listener:
                 self.accept()
                 continue
-            rank = by_connection[ready]
+            side, rank = by_connection[ready]
             state, values = receive(rank.connection)
             if state is State.READY and not is_measured(values):
                 state, values = State.ENDED, {"problem": UNREADABLE}
             if state is State.ENDED:
-                who = f"rank {rank.number} on {rank.host}"
+                who, name = f"rank {rank.number} on {rank.host}", side.run.side
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the launcher may write more
-                    self.started[rank.side].wait(END_SECONDS)
+                    side.launcher.wait(END_SECONDS)
                 if problem := values.get("problem"):
-                    text = f"{rank.side}: {who}: {problem}{self.hint(rank.side)}"
-                    raise MeasurementError(f"{text}:\n{self.tail(rank.side)}")
-                raise self.failure(rank.side, f"{who} ended, but its launcher did not")
+                    text = f"{name}: {who}: {problem}{self.hint(name)}"
+                    raise MeasurementError(f"{text}:\n{self.tail(name)}")
+                raise self.failure(side, f"{who} ended, but its launcher did not")
             rank.state, rank.measured = state, rank.measured | values
-            self.hear(rank.side)
+            side.hear()
             if state is State.WARMING_UP:
                 rank.steps = 1
             elif state is State.READY:
                 rank.steps = rank.steps_asked
 
-    def hear(self, side: str) -> None:
-        """Note that a side has reported something, or was asked to do something."""
-        self.heard[side] = time.monotonic()
-        self.told.discard(side)
-
-    def check_silent(self, awaited: Sequence[Run], deadline: float) -> None:
+    def check_silent(self, awaited: Sequence[StartedSide], deadline: float) -> None:
         """Say for how long sides have been silent, and what their ranks have not done.
         MeasurementError if waiting cannot help, or if the deadline is over."""
         now, live, guilty = time.monotonic(), list[str](), list[str]()
         for side in awaited:
-            name = side.side
-            silent = now - self.heard[name]
-            is_late = silent > SILENT_SECONDS
-            if not is_late and now <= deadline:
+            name, silent, is_over = side.run.side, now - side.heard, now > deadline
+            if (silent <= SILENT_SECONDS and not is_over) or (lag := side.lag) is None:
                 continue
-            lag = lag_of(self.of(side), self.ranks_of(side), side.is_script)
-            if lag is None:
-                continue
-            if now > deadline or (lag.is_hopeless and silent > HOPELESS_SECONDS):
-                limit = f"{self.plan.timeout} s (--timeout)" if now > deadline else duration(silent)
+            if is_over or (lag.is_hopeless and silent > HOPELESS_SECONDS):
+                limit = f"{self.plan.timeout} s (--timeout)" if is_over else duration(silent)
                 guilty.append(f"{name}: after {limit} {lag.text}; {lag.remedy}:\n{self.tail(name)}")
             else:
                 live.append(f"waiting for {name} ({duration(silent)}): {lag.text}")
-                if name not in self.told:  # logs, too, show that it waits, and for what
+                if not side.is_told:  # logs, too, show that it waits, and for what
                     print_line(live[-1])
-                self.told.add(name)
+                side.is_told = True
         if guilty:
             raise MeasurementError("\n".join(guilty))
         if live:
@@ -511,49 +470,36 @@ class Scheduler(Launches):
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(accepted.detach())
-        # TypeError: its first message lacks something.
-        with contextlib.suppress(OSError, EOFError, AuthenticationError, TypeError):
+        # TypeError, LookupError: its first message lacks something, or is of no side.
+        with contextlib.suppress(OSError, EOFError, AuthenticationError, TypeError, LookupError):
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
             state, values = receive(connection)
             if state is State.STARTING:
-                self.ranks.append(rank := rank_of(connection, **values))
-                rank.steps_asked = self.plan.warm_up_steps
-                self.hear(rank.side)
-        for side in self.sides.values():
-            if len(self.of(side)) > self.ranks_of(side) >= 0:
-                raise MeasurementError(
-                    f"{side.side}: {len(self.of(side))} of its processes take part, but its "
-                    f"launcher's variables say {self.ranks_of(side)}; if the script starts its own "
-                    "ranks, give their number, as in Side(ranks=2)"
-                )
+                rank = rank_of(connection, steps_asked=self.plan.warm_up_steps, **values)
+                side = self.sides[values["side"]]
+                side.ranks.append(rank)
+                side.hear()
+                if len(side.ranks) > side.num_ranks:
+                    raise MeasurementError(
+                        f"{side.run.side}: {len(side.ranks)} of its processes take part, but its "
+                        f"launcher's variables say {side.num_ranks}; if the script starts its own "
+                        "ranks, give their number, as in Side(ranks=2)"
+                    )
 
-    def failure(self, side: str, what: str = "") -> MeasurementError:
+    def failure(self, side: StartedSide, what: str = "") -> MeasurementError:
         """Return the error for a side that has ended, with the end of its output."""
-        what = f"{side}: {what}"
-        if (code := self.started[side].returncode) is not None:
-            what = ended_text(side, code)
-        when = "" if self.on_turn in ("", side) else " while it was paused"
-        hint = self.hint(side) or (self.ended_early(side) if code == 0 else "")
-        return MeasurementError(f"{what}{when}{hint}:\n{self.tail(side)}")
+        name, code = side.run.side, side.launcher.returncode
+        what = f"{name}: {what}" if code is None else ended_text(name, code)
+        when = "" if self.on_turn in ("", name) else " while it was paused"
+        hint = self.hint(name) or (side.ended_early() if code == 0 else "")
+        return MeasurementError(f"{what}{when}{hint}:\n{self.tail(name)}")
 
     def hint(self, side: str) -> str:
         """Return what a text in a failed side's output means for the user; "" if none is known."""
         # All of the output: the launcher may have written much after the error.
         output = (self.folder / side / SIDE_RUN.parent / "output.log").read_text(errors="replace")
         return next((hint for sign, hint in HINTS_BY_OUTPUT.items() if sign in output), "")
-
-    def ended_early(self, side: str) -> str:
-        """Return what a user's own script has not done that has ended without an error; "" for a
-        trainer."""
-        run = self.sides[side]
-        if not run.is_script:
-            return ""
-        lag = lag_of(self.of(run), self.ranks_of(run), run.is_script)
-        if lag and not lag.began:
-            return f": {lag.text}; {lag.remedy}"
-        steps = count(max(rank.steps for rank in self.of(run)), "step")
-        return f" after at least {steps}: it must train until run.py ends it; give it more epochs"
 
     def tail(self, side: str) -> str:
         """Return the end of a side's output, and the path of all of it."""
@@ -604,7 +550,6 @@ def rank_of(
         )
     world = read_world(place or {})
     return Rank(
-        side,
         number=world.rank,
         size=ranks or world.size,
         launcher=world.launcher,
