@@ -26,7 +26,7 @@ from compare.page.tables import goals_tables, table_text
 from compare.plan.environment import ROOT
 from compare.running.launch import utc_stamp
 from recipe.command import RESUMES, run_tool
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 from tools import namespaces
 from tools.make_jpegs import JPEGS, jpegs_folder
@@ -57,10 +57,13 @@ def bench(
     for name in only:
         if name not in plans:
             raise UserError(f"--only {name}: choose from {', '.join(sorted(plans))}")
-    if links and (only or gpu):
-        raise UserError("--links: is measured instead of plans; leave --only and --gpu out")
-    if any(rate <= 0 for rate in links):
-        raise UserError("--links: give rates above 0 Gb/s")
+    refuse(
+        (
+            links and (only or gpu),
+            "--links: is measured instead of plans; leave --only and --gpu out",
+        ),
+        (any(rate <= 0 for rate in links), "--links: give rates above 0 Gb/s"),
+    )
     out = out or Path("runs") / "bench" / utc_stamp()
     how = ["--until-interval", "0.5%", "--minutes", str(minutes)]
     if quick:

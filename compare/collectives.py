@@ -32,7 +32,7 @@ from compare.running.comparison import measure, record_plan
 from compare.running.launch import utc_now, utc_stamp
 from compare.running.scheduler import MeasurementError
 from recipe.command import run_tool
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import write_json
 from recipe.settings.flags import WIRE_FORMATS, WireFormat
 
@@ -124,14 +124,18 @@ def measure_or_show(
 def check(workers: int, hosts: str | None, least: int, folder: Path) -> None:
     """Raise UserError about settings that make no measurement. `least`: the smallest of the whole
     numbers that must be positive."""
-    if workers < 2:
-        raise UserError(f"--workers {workers}: nothing is exchanged; give 2 or more")
-    if least < 1:
-        raise UserError("--blocks, --threads and --timeout: give positive whole numbers")
-    if hosts is not None and sum(read_hosts(hosts).values()) < workers:
-        raise UserError(f"--hosts {hosts}: has fewer slots than --workers")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--out {folder}: is not empty; name a new folder")
+    refuse(
+        (workers < 2, f"--workers {workers}: nothing is exchanged; give 2 or more"),
+        (least < 1, "--blocks, --threads and --timeout: give positive whole numbers"),
+        (
+            hosts is not None and sum(read_hosts(hosts).values()) < workers,
+            f"--hosts {hosts}: has fewer slots than --workers",
+        ),
+        (
+            folder.exists() and any(folder.iterdir()),
+            f"--out {folder}: is not empty; name a new folder",
+        ),
+    )
 
 
 def cases_of(sizes: Sequence[str], wires: Sequence[str], model: str) -> list[str]:

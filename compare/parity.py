@@ -31,7 +31,7 @@ from compare.plan.plan_file import check_plan, split_words_at_dashes
 from compare.running.checks import check_tools
 from compare.running.launch import shown_tail, start_and_wait, utc_stamp
 from recipe.command import run_tool
-from recipe.errors import UserError
+from recipe.errors import UserError, refuse
 from recipe.files import json_for_readers
 
 
@@ -73,20 +73,26 @@ def compare(
         json: Print the result as JSON.
         live: How both engines run now.
     """
-    if max_ulps < 0 or not 0 <= relative < math.inf:
-        raise UserError("--max-ulps and --relative: give finite numbers that are not negative")
-    if len(runs) not in (0, 2) or (runs and ranks):
-        raise UserError(
+    refuse(
+        (
+            max_ulps < 0 or not 0 <= relative < math.inf,
+            "--max-ulps and --relative: give finite numbers that are not negative",
+        ),
+        (
+            len(runs) not in (0, 2) or (runs and ranks),
             f"{len(runs)} run folder(s) given: give two to compare them, only --ranks RUN to "
-            "compare the ranks of one, or none to run both engines now"
-        )
-    if (runs or ranks) and (trainer_flags or live != Live()):
-        raise UserError(
+            "compare the ranks of one, or none to run both engines now",
+        ),
+        (
+            (runs or ranks) and (trainer_flags or live != Live()),
             "--configurations, --workers, --steps, --timeout, --out and trainers' flags: leave "
-            "them out with run folders; they are for engines that run now"
-        )
-    if min(live.workers, live.steps, live.timeout) < 1:
-        raise UserError("--workers, --steps and --timeout: give positive whole numbers")
+            "them out with run folders; they are for engines that run now",
+        ),
+        (
+            min(live.workers, live.steps, live.timeout) < 1,
+            "--workers, --steps and --timeout: give positive whole numbers",
+        ),
+    )
     if ranks:
         parity = compare_ranks(ranks, max_ulps, relative)
     else:

@@ -99,7 +99,7 @@ from compare.running.comparison import (
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.scheduler import MeasurementError, reaching_side_file, with_side_file
 from recipe.command import call_tool, run_main
-from recipe.errors import UserError, near_match
+from recipe.errors import UserError, near_match, refuse
 from recipe.settings.config import PRESET_OF_DATA, default_preset
 from recipe.settings.flags import given_flags
 
@@ -195,15 +195,21 @@ def take_commits(options: SimpleNamespace) -> None:
     if options.commits is None:
         return
     given, command = " ".join(["--commits", *options.commits]), options.arguments_after_dashes
-    if not command:
-        raise UserError(
+    refuse(
+        (
+            not command,
             f"{given}: give the command that each is to run, as in {given} -- torchrun "
-            "--nproc-per-node 2 my_ddp.py"
-        )
-    if len(options.commits) < 2 and not (options.plan or options.side or options.null):
-        raise UserError(f"{given}: name two commits, or give --null to compare one with itself")
-    if len(command) == 1 and " " in command[0] and not Path(command[0]).exists():
-        raise UserError(f"{given} -- '{command[0]}': is one word; leave out its quotes")
+            "--nproc-per-node 2 my_ddp.py",
+        ),
+        (
+            len(options.commits) < 2 and not (options.plan or options.side or options.null),
+            f"{given}: name two commits, or give --null to compare one with itself",
+        ),
+        (
+            len(command) == 1 and " " in command[0] and not Path(command[0]).exists(),
+            f"{given} -- '{' '.join(command)}': is one word; leave out its quotes",
+        ),
+    )
     names = dict[str, str]()
     for commit in options.commits:
         sha = full_name(commit)

@@ -260,21 +260,23 @@ def check_names(plan: Plan) -> None:
         check_known(f"configuration {name}: base", own.base, CONFIGURATIONS)
     for name in plan.configurations:
         check_known("--configurations", name, plan.known())
-    for key in plan.goals:
+    for key, goal in plan.goals.items():
         names = key.split(":", 1)
         for name in names:
             check_known(f"--goals {key}:", name, plan.configurations)
-        if not 0 < plan.goals[key] < math.inf:
-            raise UserError(f"--goals {key}={plan.goals[key]:g}: give a number above 0")
-        if len(names) > 1 and plan.goals[key] >= MOST_RATIO:
-            raise UserError(
-                f"--goals {key}={plan.goals[key]:g}: is a ratio of speeds, not a "
-                f"percentage; give {key}={plan.goals[key] / 100:g}"
-            )
-        if len(set(names)) < len(names):
-            raise UserError(f"--goals {key}: name two sides, or one side for its own speed")
-        if plan.null:
-            raise UserError(f"--goals {key}: a null test judges no goals; leave --null or it out")
+        refuse(
+            (not 0 < goal < math.inf, f"--goals {key}={goal:g}: give a number above 0"),
+            (
+                len(names) > 1 and goal >= MOST_RATIO,
+                f"--goals {key}={goal:g}: is a ratio of speeds, not a percentage; give "
+                f"{key}={goal / 100:g}",
+            ),
+            (
+                len(set(names)) < len(names),
+                f"--goals {key}: name two sides, or one side for its own speed",
+            ),
+            (plan.null, f"--goals {key}: a null test judges no goals; leave --null or it out"),
+        )
     for key in plan.top1_goals:
         first, _, second = key.partition(":")
         for name in (first, second):
@@ -312,27 +314,31 @@ def check_measuring(plan: Plan) -> None:
     default = Plan()
     if plan.measure == "turns" and plan.pairs():
         check_sides(plan)
-    for name in OF_A_RULE:
-        if plan.blocks is not None and getattr(plan, name) != getattr(default, name):
-            raise UserError(
+    refuse(
+        *(
+            (
+                plan.blocks is not None and getattr(plan, name) != getattr(default, name),
                 f"--blocks {plan.blocks}: fixes the number of blocks; leave "
-                f"--{name.replace('_', '-')} out, or --blocks"
+                f"{flag_of(FIELD_OF[name])} out, or --blocks",
             )
-    if plan.control is not None and not plan.null:
-        raise UserError(
-            f"--control {percentage(plan.control)}: needs a null test; also give --null"
-        )
-    if plan.measure == "runs" and plan.full_runs != default.full_runs:
-        raise UserError(
+            for name in OF_A_RULE
+        ),
+        (
+            plan.control is not None and not plan.null,
+            f"--control {percentage(plan.control or 0)}: needs a null test; also give --null",
+        ),
+        (
+            plan.measure == "runs" and plan.full_runs != default.full_runs,
             f"--full-runs {plan.full_runs}: with --measure runs all runs are full ones; give "
-            "--blocks instead"
-        )
-    check_accuracy(plan)
-    if (plan.global_batch_size is None) != (plan.global_learning_rate is None):
-        raise UserError(
+            "--blocks instead",
+        ),
+        (
+            (plan.global_batch_size is None) != (plan.global_learning_rate is None),
             "--global-batch-size and --global-learning-rate: give both. In strong scaling any "
-            "number of workers shares one global batch and trains with one global rate"
-        )
+            "number of workers shares one global batch and trains with one global rate",
+        ),
+    )
+    check_accuracy(plan)
 
 
 def check_accuracy(plan: Plan) -> None:
