@@ -14,7 +14,7 @@ too.
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -49,71 +49,47 @@ BACKENDS = {
 ROUNDS = 2  # in a block: there and back
 
 
-def measure_or_show(
-    workers: int = 2,
-    hosts: str | None = None,
-    network_interface: str | None = None,
-    backends: tuple[str, ...] = (),
-    sizes: tuple[str, ...] = ("4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"),
-    wires: tuple[WireFormat, ...] = tuple(WIRE_FORMATS),
-    model: str = "resnet50",
-    blocks: int = 3,
-    threads: int = 1,
-    no_cuda: bool = False,
-    share_gpu: bool = False,
-    timeout: int = 300,
-    out: Path | None = None,
-    json: Path | None = None,
-    show: Path | None = None,
-) -> int:
+@dataclass(frozen=True)
+class Measuring:
+    """What is measured, and where."""
+
+    workers: int = 2  # Worker processes.
+    # Hosts and their slots, as in a:2,b:2; the first must see the results folder (default: this
+    # host).
+    hosts: str | None = None
+    network_interface: str | None = None  # The one that connects the hosts, such as eth0.
+    # Any of torch.distributed, torch-mpi, horovod-mpi, horovod-gloo and mpi4py (default: all that
+    # are installed); the first is what others are compared with.
+    backends: tuple[str, ...] = ()
+    # Such as 4K or 256M: bytes of fp32, K = 1024. Each rank of each backend holds a message.
+    sizes: tuple[str, ...] = ("4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M")
+    wires: tuple[WireFormat, ...] = tuple(WIRE_FORMATS)  # Number formats on the wire.
+    # The torchvision model whose gradients are summed, too, as one message and tensor by tensor;
+    # none: leave it out.
+    model: str = "resnet50"
+    blocks: int = 3  # Launches of all backends; 3 is the least for an interval.
+    threads: int = 1  # CPU threads of each rank for casts and copies.
+    no_cuda: bool = False  # Stay on the CPU.
+    # Let the workers of a host share its GPUs, to check sums; times then mean nothing.
+    share_gpu: bool = False
+    timeout: int = 300  # Seconds for the start of all backends, and for each turn.
+    out: Path | None = None  # New folder for the record (default: runs/collectives-<UTC time>).
+
+
+def measure_or_show(settings: Measuring, json: Path | None = None, show: Path | None = None) -> int:
     """Measure, or show what was measured, and return the exit code.
 
     Args:
-        workers: Worker processes.
-        hosts: Hosts and their slots, as in a:2,b:2; the first must see the results folder (default:
-            this host).
-        network_interface: The one that connects the hosts, such as eth0.
-        backends: Any of torch.distributed, torch-mpi, horovod-mpi, horovod-gloo and mpi4py
-            (default: all that are installed); the first is what others are compared with.
-        sizes: Such as 4K or 256M: bytes of fp32, K = 1024. Each rank of each backend holds a
-            message.
-        wires: Number formats on the wire.
-        model: The torchvision model whose gradients are summed, too, as one message and tensor by
-            tensor; none: leave it out.
-        blocks: Launches of all backends; 3 is the least for an interval.
-        threads: CPU threads of each rank for casts and copies.
-        no_cuda: Stay on the CPU.
-        share_gpu: Let the workers of a host share its GPUs, to check sums; times then mean nothing.
-        timeout: Seconds for the start of all backends, and for each turn.
-        out: New folder for the record (default: runs/collectives-<UTC time>).
+        settings: What is measured, and where.
         json: Write the figures as JSON.
         show: Measure nothing: show an earlier folder.
     """
-    folder = show or out or Path("runs") / f"collectives-{utc_stamp()}"
     if json and not json.parent.is_dir():
         raise UserError(f"{json}: make its folder first")
-    is_measured = True
-    if show is None:
-        check(workers, hosts, min(blocks, threads, timeout), folder)
-        cases = cases_of(sizes, wires, model)
-        names, missing = available(backends)
-        asked_for = {"--no-cuda": no_cuda, "--share-gpu": share_gpu}
-        device = [flag for flag, is_asked_for in asked_for.items() if is_asked_for]
-        starts = (workers, hosts, network_interface, threads, device)
-        plan = Plan(
-            side={name: OwnScript(Words(command(name, *starts))) for name in names},
-            configurations=tuple(names),
-            case=dict.fromkeys(cases, Case()),
-            named_hosts=hosts,
-            blocks=blocks,
-            rounds=ROUNDS,
-            order_seed=secrets.randbelow(2**31),
-            timeout=timeout,
-        )
-        cores = checks.check_cores(most_on_a_host(workers, hosts), threads)
-        is_measured = measure_plan(plan, folder, [*missing, *checks.warning_texts([cores])])
-        if not is_measured and not Record.open(folder).num_blocks:
-            return 1
+    folder = show or settings.out or Path("runs") / f"collectives-{utc_stamp()}"
+    is_measured = show is not None or measure_all(settings, folder)
+    if not is_measured and not Record.open(folder).num_blocks:
+        return 1
     record = read_comparison(folder)
     print(f"\n{text_report(record)}")
     if json is not None:
@@ -121,12 +97,47 @@ def measure_or_show(
     return 0 if is_measured else 1
 
 
-def check(workers: int, hosts: str | None, least: int, folder: Path) -> None:
-    """Raise UserError about settings that make no measurement. `least`: the smallest of the whole
-    numbers that must be positive."""
+def measure_all(settings: Measuring, folder: Path) -> bool:
+    """Measure into a new folder; return False, and name the backend, if one failed."""
+    check(settings, folder)
+    cases = cases_of(settings.sizes, settings.wires, settings.model)
+    names, missing = available(settings.backends)
+    plan = Plan(
+        side={name: OwnScript(Words(command(name, settings))) for name in names},
+        configurations=tuple(names),
+        case=dict.fromkeys(cases, Case()),
+        named_hosts=settings.hosts,
+        blocks=settings.blocks,
+        rounds=ROUNDS,
+        order_seed=secrets.randbelow(2**31),
+        timeout=settings.timeout,
+    )
+    most = most_on_a_host(settings.workers, settings.hosts)
+    cores = checks.check_cores(most, settings.threads)
+    warnings = [*missing, *checks.warning_texts([cores])]
+    print(f"record and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = Record(folder)
+    warnings += checks.warn(plan, folder)
+    planned = msgspec.structs.replace(plan_record(plan, utc_now()), warnings=tuple(warnings))
+    record_plan(planned, record)
+    try:
+        measure(plan, record)
+    except MeasurementError as error:
+        print(f"a block failed: {error}")
+        return False
+    return True
+
+
+def check(settings: Measuring, folder: Path) -> None:
+    """Raise UserError about settings that make no measurement."""
+    workers, hosts = settings.workers, settings.hosts
     refuse(
         (workers < 2, f"--workers {workers}: nothing is exchanged; give 2 or more"),
-        (least < 1, "--blocks, --threads and --timeout: give positive whole numbers"),
+        (
+            min(settings.blocks, settings.threads, settings.timeout) < 1,
+            "--blocks, --threads and --timeout: give positive whole numbers",
+        ),
         (
             hosts is not None and sum(read_hosts(hosts).values()) < workers,
             f"--hosts {hosts}: has fewer slots than --workers",
@@ -166,47 +177,24 @@ def available(named: Sequence[str]) -> tuple[list[str], list[str]]:
     return [name for name, why in reasons.items() if not why], missing
 
 
-def command(
-    name: str,
-    workers: int,
-    hosts: str | None,
-    network_interface: str | None,
-    threads: int,
-    device: Sequence[str],
-) -> list[str]:
-    """Return what starts a backend, as a person would type it in the current directory. `device`:
-    flags that say on which device the messages are."""
+def command(name: str, settings: Measuring) -> list[str]:
+    """Return what starts a backend, as a person would type it in the current directory."""
     configuration = CONFIGURATIONS[BACKENDS[name]]
-    if configuration.launcher == "torchrun" and hosts is not None:
+    if configuration.launcher == "torchrun" and settings.hosts is not None:
         configuration = CONFIGURATIONS["ddp-mpirun"]  # whose hosts may take unequal numbers
-    configuration = replace(configuration, interface=network_interface)
+    configuration = replace(configuration, interface=settings.network_interface)
+    asked_for = {"--no-cuda": settings.no_cuda, "--share-gpu": settings.share_gpu}
     if configuration.transport == "mpi":  # which may know no GPU's memory
-        device = ["--no-cuda"]
+        asked_for = {"--no-cuda": True}
     return [
-        *launch_words(configuration, workers, hosts),
+        *launch_words(configuration, settings.workers, settings.hosts),
         path_from_here(SIDE),
         path_from_here(configuration.trained_by.allreduce),
         "--threads",
-        str(threads),
+        str(settings.threads),
         *configuration.arguments,
-        *device,
+        *(flag for flag, is_asked_for in asked_for.items() if is_asked_for),
     ]
-
-
-def measure_plan(plan: Plan, folder: Path, warnings: list[str]) -> bool:
-    """Measure into a new folder; return False, and name the backend, if one failed."""
-    print(f"record and commands: {folder}", *warnings, sep="\nwarning: ", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    record = Record(folder)
-    warnings = [*warnings, *checks.warn(plan, folder)]
-    planned = msgspec.structs.replace(plan_record(plan, utc_now()), warnings=tuple(warnings))
-    record_plan(planned, record)
-    try:
-        measure(plan, record)
-    except MeasurementError as error:
-        print(f"a block failed: {error}")
-        return False
-    return True
 
 
 main = partial(

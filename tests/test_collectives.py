@@ -284,20 +284,14 @@ def test_what_is_not_installed_is_told_and_never_left_out_in_silence(
     [
         ("torch.distributed", {"workers": 3, "hosts": "a:2,b:1"}, "mpirun .*-np 3 -H a:2,b:1 "),
         ("torch-mpi", {}, "allreduce_side.py ddp_train/torch_allreduce.py .* mpi --no-cuda$"),
-        ("torch-mpi", {"device": ["--share-gpu"]}, " --transport mpi --no-cuda$"),
-        ("horovod-mpi", {"device": ["--share-gpu"]}, " --threads 1 --share-gpu$"),
+        ("torch-mpi", {"share_gpu": True}, " --transport mpi --no-cuda$"),
+        ("horovod-mpi", {"share_gpu": True}, " --threads 1 --share-gpu$"),
         ("horovod-gloo", {"network_interface": "eth1"}, " GLOO_SOCKET_IFNAME=eth1 "),
     ],
 )
 def test_commands(name: str, given: dict[str, Any], told: str) -> None:
-    settings = {
-        "workers": 2,
-        "hosts": None,
-        "network_interface": None,
-        "threads": 1,
-        "device": [],
-    }
-    assert re.search(told, " ".join(collectives.command(name, **settings | given)))
+    settings = collectives.Measuring(**given)
+    assert re.search(told, " ".join(collectives.command(name, settings)))
 
 
 # -- Real launchers --------------------------------------------------------------------------------
