@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import make_dataclass
 from functools import partial
 from operator import itemgetter
@@ -113,6 +113,8 @@ REPLACED = {
     "minutes": ("blocks",),
     "null": ("pairs",),
 }
+# The keys whose tables name sides or pairs of them, FIRST:SECOND.
+BY_SIDES = ("goals", "top1_goals", "margins")
 # The first field of each group of flags, and the group's name in --help.
 GROUPS = {
     "configurations": "comparison",
@@ -300,16 +302,14 @@ def leave_out_missing(plan: Plan, options: SimpleNamespace) -> Plan:
         plan,
         configurations=there,
         judged_pairs=tuple(pair for pair in plan.judged_pairs if {*there} >= {*pair}),
-        **{
-            table: {
-                key: value
-                for key, value in getattr(plan, table).items()
-                if {*there} >= {*key.split(":")}
-            }
-            for table in ("goals", "top1_goals", "margins")
-        },
+        **{key: of_sides(there, getattr(plan, key)) for key in BY_SIDES},
         left_out=gone,
     )
+
+
+def of_sides(names: Sequence[str], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a table of goals or margins whose sides all have one of these names."""
+    return {key: value for key, value in table.items() if {*names} >= {*key.split(":")}}
 
 
 @contextlib.contextmanager
@@ -492,7 +492,7 @@ def parse_options(argv: list[str], about: str) -> SimpleNamespace:
     return SimpleNamespace(**options, arguments_after_dashes=trainer)
 
 
-NAMED = ("configuration", "case", "side", "goals", "top1_goals", "margins")
+NAMED = ("configuration", "case", "side", *BY_SIDES)
 # What may stand before the command of a script, beside its variables.
 KEYS_OF_SCRIPTS = [field.name for field in fields(OwnScript) if field.type is str]
 
@@ -561,9 +561,12 @@ def merged(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         table["side"] = {**file.get("side", {}), **given["side"]}
         if "configurations" not in given:
             table["configurations"] = list(table["side"])
-    if "configurations" in given and "pairs" in table and "pairs" not in given:
-        chosen = set(given["configurations"])
-        table["pairs"] = [pair for pair in file["pairs"] if chosen.issuperset(pair)]
+    if "configurations" in given:  # then the file's other configurations are left out
+        chosen, of_file = given["configurations"], table.keys() - given.keys()
+        if "pairs" in of_file:
+            table["pairs"] = [pair for pair in file["pairs"] if {*chosen} >= {*pair}]
+        for key in of_file & {*BY_SIDES}:
+            table[key] = of_sides(chosen, file[key])
     return table
 
 

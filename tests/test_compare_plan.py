@@ -187,6 +187,25 @@ def test_flags_win_over_the_file(here):
     assert plan.pairs() == [("ddp-fp16", "horovod-tuned")]
 
 
+def test_configurations_that_are_left_out_take_their_goals_and_margins_with_them(here):
+    goals = """
+[goals]
+"ddp-torchrun:ddp-fp16" = 0.9
+"ddp-torchrun:horovod-tuned" = 0.8
+ddp-fp16 = 100
+horovod-tuned = 50
+
+[margins]
+"ddp-fp16:ddp-torchrun" = "1%"
+"""
+    words = [plan_file(here, FILE + goals), "--configurations", "ddp-torchrun", "horovod-tuned"]
+    plan = plan_of(*words)
+    assert plan.goals == {"ddp-torchrun:horovod-tuned": 0.8, "horovod-tuned": 50}
+    assert plan.margins == {}
+    with pytest.raises(UserError, match="--goals ddp-fp16: ddp-fp16: there is no such name"):
+        plan_of(*words, "--goals", "ddp-fp16=100")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -37,10 +37,10 @@ def test_memory_after_many_steps_is_that_after_few(
     command = [sys.executable, TRAINERS[engine], *FLAGS.split(), "--log-dir", str(tmp_path)]
     early, late = list[int](), list[int]()
     with Launches() as launches:
-        process = launches.launch(command, tmp_path)
+        process = launches.launch(command, tmp_path, {})
         while len(late) < READINGS:
             assert process.poll() is None, (tmp_path / "output.log").read_text()
-            step = (last_step(tmp_path / "run/metrics.jsonl") or {"step": 0})["step"]
+            step = last_step(tmp_path / "run/metrics.jsonl")["step"]
             if step >= 300 and len(early) < READINGS:
                 early.append(resident_bytes(process))
             elif step >= 3000:

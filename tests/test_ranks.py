@@ -11,8 +11,8 @@ from compare.evidence.memory import Leak, NewPages
 from compare.for_scripts.comparison_side import CLOSED, FORKED, State
 from compare.page.report import leak_text, pages_text
 from compare.plan.environment import ROOT
-from compare.running.ranks import Lag, Rank, lag_of
-from compare.running.scheduler import Scheduler, ended_text
+from compare.running.ranks import Lag, Rank, StartedSide, lag_of
+from compare.running.scheduler import ended_text
 
 STARTING, WARMING_UP, READY, RUNNING, PAUSED = (
     State.STARTING,
@@ -26,7 +26,7 @@ STARTING, WARMING_UP, READY, RUNNING, PAUSED = (
 def lag(*states: State | None, num_ranks: int | None = None, is_script: bool = True) -> Lag | None:
     """Of ranks in these states; those without one have not connected."""
     there = [
-        Rank("mine", number, "a", "a", 2, Pipe()[0], state)
+        Rank(number, "a", "a", 2, Pipe()[0], state)
         for number, state in enumerate(states)
         if state is not None
     ]
@@ -63,7 +63,7 @@ def test_a_side_that_has_done_all_is_not_accused() -> None:
 def test_the_ranks_of_an_unknown_number_or_of_one_number_are_counted() -> None:
     nobody = lag(num_ranks=-1)
     assert nobody and nobody.text == "no rank has made a Side()"
-    own = [Rank("mine", 0, "a", "a", 2, Pipe()[0]) for _ in range(2)]  # it starts them itself
+    own = [Rank(0, "a", "a", 2, Pipe()[0]) for _ in range(2)]  # it starts them itself
     found = lag_of(own, 3, is_script=True)
     assert found and found.text == "1 of its 3 ranks has not made a Side(), rank 0 has"
 
@@ -91,18 +91,11 @@ def test_waiting_ends_where_ranks_are_so_far_ahead_that_it_cannot_help(
 def failure(code: int, *states: State) -> str:
     """What is said of a script of such ranks, each after 31 steps, that ended with this code."""
     there = [
-        Rank("mine", number, "a", "a", 2, Pipe()[0], state, steps=31)
-        for number, state in enumerate(states)
+        Rank(number, "a", "a", 2, Pipe()[0], state, steps=31) for number, state in enumerate(states)
     ]
-    scheduler = SimpleNamespace(
-        sides={"mine": SimpleNamespace(is_script=True)},
-        started={"mine": SimpleNamespace(returncode=code)},
-        of=lambda side: there,
-        ranks_of=lambda side: len(there),
-    )
-    if code < 0:
-        return ended_text("mine", code)
-    return ended_text("mine", code) + Scheduler.ended_early(scheduler, "mine")
+    script = SimpleNamespace(is_script=True, workers=len(there))
+    side = StartedSide(script, SimpleNamespace(), there)
+    return ended_text("mine", code) + ("" if code < 0 else side.ended_early())
 
 
 def test_the_docs_quote_what_is_said() -> None:

@@ -55,7 +55,7 @@ from compare.running.comparison import (
     resumed,
 )
 from compare.running.launch import marked_processes
-from compare.running.ranks import Rank
+from compare.running.ranks import Rank, StartedSide
 from compare.running.scheduler import (
     HINTS_BY_OUTPUT,
     NO_ROOM,
@@ -200,7 +200,6 @@ def ranks(*each: tuple[float, float, float, str]) -> list[Rank]:
     seconds, those of the machine, and the machine."""
     return [
         Rank(
-            "x",
             0,
             machine,
             machine,
@@ -413,6 +412,7 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:
     hello = {"side": "x", "version": VERSION, "host": "a", "machine": "a", "cores": 2}
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler, ThreadPoolExecutor(1) as pool:
+        scheduler.sides["x"] = StartedSide(side("x"), SimpleNamespace())
         host, _, port = scheduler.address.rpartition(":")
         for key in (None, b"another", scheduler.key):
             accepted = pool.submit(scheduler.accept)
@@ -445,8 +445,8 @@ def test_a_side_that_dies_while_it_is_paused_is_reported(tmp_path: Path) -> None
     other, dies = script_side(tmp_path, "one"), script_side(tmp_path, "later")
     with Scheduler(tmp_path / "block-1", PLAN) as scheduler:
         scheduler.start(other, dies)
-        scheduler.take_turn(dies, 0)
-        scheduler.started["later"].send_signal(signal.SIGKILL)
+        assert scheduler.take_turn(dies, 0).images == 8 * 5  # in as many steps as the plan says
+        scheduler.sides["later"].launcher.send_signal(signal.SIGKILL)
         message = r"^later was ended by signal 9 \(Killed\) while it was paused:\n  \| alas"
         with pytest.raises(MeasurementError, match=message):
             while True:
@@ -464,7 +464,7 @@ from compare.running.scheduler import Scheduler
 script = Configuration("one", SCRIPT, SCRIPT, command=(sys.executable, sys.argv[1]))
 with Scheduler(Path(sys.argv[2]), Plan(steps=5)) as scheduler:
     scheduler.start(Run(1, script, 0, None))
-    print(scheduler.started["one"].pid, scheduler.watchdog.pid, flush=True)
+    print(scheduler.sides["one"].launcher.pid, scheduler.watchdog.pid, flush=True)
     time.sleep(600)
 """
 

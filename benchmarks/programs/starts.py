@@ -22,7 +22,7 @@ def main(folder: Path, *command: str) -> None:
     while True:
         shutil.rmtree(folder / "run", ignore_errors=True)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not last_step(folder / "run" / "metrics.jsonl"):
+        while process.poll() is None and not last_step(folder / "run" / "metrics.jsonl")["step"]:
             time.sleep(POLL_SECONDS)
         side.step(starts=1)
         process.kill()

@@ -489,13 +489,11 @@ class Client:
         if os.getpid() != self.pid:
             send(self.agent, State.ENDED, problem=FORKED)
             os._exit(1)
-        try:
-            is_ours = os.fstat(self.agent.fileno()).st_ino == self.file
-        except OSError:
-            is_ours = False
-        if not is_ours:
-            print(f"error: {CLOSED}", file=sys.stderr, flush=True)
-            os._exit(1)
+        with suppress(OSError):
+            if os.fstat(self.agent.fileno()).st_ino == self.file:
+                return
+        print(f"error: {CLOSED}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def begin(self) -> None:
         """Start the turn's clock: the lead-in has ended."""

@@ -53,7 +53,7 @@ from compare.plan.configurations import (
     SCRIPT,
     Configuration,
 )
-from compare.plan.environment import ALLOCATIONS, is_only_here, path_from_here, place_of
+from compare.plan.environment import ALLOCATIONS, is_only_here, path_from_here
 from compare.plan.launchers import launch_words
 from recipe.errors import UserError
 from recipe.record.schema import Amount, Count, Text, Whole
@@ -130,11 +130,6 @@ class OwnScript(Struct, frozen=True, forbid_unknown_fields=True):
     directory: str = ""  # in which the command runs; "": where run.py does
     commit: str = ""  # of the directory's repository: a worktree of it replaces the directory
     python: str = ""  # an interpreter; the programs beside it come first on PATH
-
-    @property
-    def place(self) -> str:
-        """The folder in which the command runs; "": where run.py does."""
-        return place_of(self.directory, self.commit)
 
     def with_flags(self, flags: Sequence[str]) -> tuple[str, ...]:
         """Return the command with the plan's flags in the place of {flags}."""

@@ -490,10 +490,10 @@ def scripts_sha256(plan: Plan) -> dict[str, str]:
     """Return the digest of each file that the commands of a user's own scripts name, by its path
     from here. The modules that these files import are not covered, nor what a commit holds: its
     name stands for that, also when its worktree is gone."""
-    digests = dict[str, str]()
+    digests, known = dict[str, str](), plan.known()
     for name in dict.fromkeys(
-        os.path.join(side.place, word)
-        for side in plan.side.values()
+        os.path.join(known[name].place, word)
+        for name, side in plan.side.items()
         for word in side.command
         if not side.commit or os.path.isabs(word)
     ):

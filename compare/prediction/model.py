@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from compare.prediction.inputs import Inputs
-from recipe.errors import UserError, near_match
+from recipe.errors import UserError, near_match, refuse
 from recipe.settings.flags import WIRE_BYTES
 
 # --------------------------------------------------------------------------------- named networks
@@ -105,15 +105,17 @@ def named_network(
     for name, known in ((between, BETWEEN), (island, ISLANDS)):
         if name is not None and name not in known:
             raise UserError(f"{name!r} is no network: {near_match(name, known)}")
-    if island and transport in ON_CPUS:
-        raise UserError(
+    refuse(
+        (
+            island and transport in ON_CPUS,
             f"--island {island} connects GPUs, but these runs exchanged gradients by {transport} on"
-            " CPUs: leave it out, or give runs over NCCL"
-        )
-    if not island and transport not in ON_CPUS:
-        raise UserError(
-            f"{transport} runs on GPUs: give their connection within a host, as in --island pcie"
-        )
+            " CPUs: leave it out, or give runs over NCCL",
+        ),
+        (
+            not island and transport not in ON_CPUS,
+            f"{transport} runs on GPUs: give their connection within a host, as in --island pcie",
+        ),
+    )
     gbit, payload, latency = BETWEEN[between]
     rate = gbit * GBIT * payload * links_per_host
     if island:

@@ -320,7 +320,7 @@ def show_outcome(label: str, run: Run, folder: Path, outcome: Outcome, left: flo
         print_line(f"{label}   {rate_text(speed):>9} images/s   {ending:>6}")
         return
     reason = f"exit code {outcome.exit_code}{'' if outcome.exit_code else ', but no summary.json'}"
-    step = (last_step(folder / "metrics.jsonl") or {"step": 0})["step"]
+    step = last_step(folder / "metrics.jsonl")["step"]
     if outcome.status == "timed out":
         reason = f"at step {step:,}: give a larger --timeout"
     if step == 0 and run.leaves_this_host:

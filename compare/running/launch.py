@@ -73,7 +73,7 @@ def start_and_wait(
         launcher = launches.launch(command, folder, variables)
         while launcher.poll() is None and not status:
             elapsed = time.monotonic() - began
-            step = last_step(folder / "metrics.jsonl") or {"step": 0}
+            step = last_step(folder / "metrics.jsonl")
             show_progress(label, step, elapsed)
             if elapsed > timeout:
                 status = "timed out"
@@ -147,7 +147,7 @@ class Launches:
         self,
         command: list[str],
         folder: Path,
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, str],
     ) -> subprocess.Popen[bytes]:
         """Start a command in a session of its own; write its words and its output to `folder`."""
         (folder / "command.txt").write_bytes(os.fsencode(shell_line(command) + "\n"))
@@ -157,7 +157,7 @@ class Launches:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**run_environment(), RUN_MARK: self.mark, **(variables or {})},
+                env={**run_environment(), RUN_MARK: self.mark, **variables},
                 start_new_session=True,
             )
         self.launchers.append(launcher)
@@ -276,16 +276,15 @@ def shown_tail(folder: Path, indent: str = "  ", kept: Path | None = None) -> st
     return "\n".join([*marked, f"{indent}all of it: {kept or folder}/output.log"])
 
 
-def last_step(metrics: Path) -> dict[str, Any] | None:
-    """Return the last step line of a metrics.jsonl; only the end of the file is read, since it may
-    be long."""
+def last_step(metrics: Path) -> dict[str, Any]:
+    """Return the last step line of a metrics.jsonl; {"step": 0} if there is none yet. Only the end
+    of the file is read, since it may be long."""
+    steps = [b'{"step": 0}']
     with contextlib.suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         # The last line may be half written, and the first one is cut off.
-        if steps := re.findall(rb'^{"kind": "step".*}$', file.read(), re.MULTILINE):
-            step: dict[str, Any] = json.loads(steps[-1])
-            return step
-    return None
+        steps += re.findall(rb'^{"kind": "step".*}$', file.read(), re.MULTILINE)
+    return dict(json.loads(steps[-1]))
 
 
 def duration(seconds: float) -> str:

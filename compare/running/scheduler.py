@@ -289,7 +289,7 @@ class Scheduler(Launches):
 
     def steps_of(self, side: Run) -> int:
         """Return the steps of each of a side's turns."""
-        return self.steps.get(side.side, TRIAL_STEPS)
+        return self.steps.get(side.side, self.plan.steps or TRIAL_STEPS)
 
     def pace(self, side: Run) -> float:
         """Return the seconds from one step's end to the next, in a side's last turn."""
@@ -563,11 +563,13 @@ def check_imports(side: Run, by_side: dict[str, Any]) -> None:
     nothing says that it should, as where `pip install -e` was run there: two commits would both run
     that one's code. `by_side`: all sides' facts."""
     imports = by_side[side.side]["imports"]
+    # Both sides would run such a work tree's code, also if one PYTHONPATH for both says so.
+    roots_of_sides = {facts["imports"]["root"] for facts in by_side.values()}
     wrong = [
         stranger
         for stranger in imports["strangers"]
         if not is_compared(stranger, side.side, by_side)
-        and (is_of_a_side(stranger, by_side) or not is_asked_for(stranger, side, imports))
+        and (stranger["root"] in roots_of_sides or not is_asked_for(stranger, side, imports))
     ]
     if wrong:
         names, there = ", ".join(one["package"] for one in wrong), wrong[0]["folder"]
@@ -591,12 +593,6 @@ def is_compared(stranger: dict[str, Any], name: str, by_side: dict[str, Any]) ->
         and stranger["folder"] not in {one["folder"] for one in facts["imports"]["strangers"]}
         for facts in by_side.values()
     )
-
-
-def is_of_a_side(stranger: dict[str, Any], by_side: dict[str, Any]) -> bool:
-    """Return whether a package comes from the work tree of another side: both would run its code,
-    also if one PYTHONPATH for both says so."""
-    return stranger["root"] in {facts["imports"]["root"] for facts in by_side.values()}
 
 
 def is_asked_for(stranger: dict[str, Any], side: Run, imports: dict[str, Any]) -> bool:
