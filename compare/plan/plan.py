@@ -153,14 +153,6 @@ def trainer_config(engine: str, workers: int, words: tuple[str, ...]) -> Config:
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
-    """What the workers of a run share in strong scaling, however many they are."""
-
-    size: int  # images per step
-    learning_rate: float
-
-
-@dataclass(frozen=True)
 class Run:
     """One start of one trainer: the unit of evidence."""
 
@@ -172,7 +164,9 @@ class Run:
     flags: tuple[str, ...] = ()  # of the plan, the case and the configuration; the last one counts
     hosts: str | None = None
     purpose: str = ""  # "warm-up" for a run in no block
-    global_batch: GlobalBatch | None = None
+    # In strong scaling, what all workers share: images per step, and the learning rate.
+    global_batch_size: int | None = None
+    global_learning_rate: float | None = None
 
     @property
     def name(self) -> str:
@@ -222,18 +216,18 @@ class Run:
         begin at one worker's rate, which depends on the number of workers; a linear one begins at
         1 % of the global rate.
         """
-        if self.global_batch is None:
+        if self.global_batch_size is None or self.global_learning_rate is None:
             return self.flags
         config = trainer_config(self.configuration.engine, self.workers, self.flags)
         passes = self.workers * config.batches_per_allreduce
-        share, rest = divmod(self.global_batch.size, passes)
+        share, rest = divmod(self.global_batch_size, passes)
         if rest:
             raise UserError(
-                f"--global-batch-size {self.global_batch.size} cannot be shared equally by "
+                f"--global-batch-size {self.global_batch_size} cannot be shared equally by "
                 f"{self.workers} workers ({passes} forward passes per step): give a multiple of "
                 f"{passes}, or other --workers"
             )
-        rate = self.global_batch.learning_rate / passes
+        rate = self.global_learning_rate / passes
         warm_up = ("--warmup-method", "linear") if config.warmup_epochs else ()
         return (*self.flags, "--batch-size", str(share), "--base-lr", repr(rate), *warm_up)
 
@@ -712,10 +706,18 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         of_case = self.case[case].flags if case else ()
         flags = (*self.trainer_arguments, *of_case, *configuration.arguments)
         seed = None if "seed" in given_flags(flags) else self.seed + max(block, 1) - 1
-        batch = None
-        if self.global_batch_size is not None and self.global_learning_rate is not None:
-            batch = GlobalBatch(self.global_batch_size, self.global_learning_rate)
-        return Run(block, configuration, workers, seed, case, flags, self.hosts, purpose, batch)
+        return Run(
+            block,
+            configuration,
+            workers,
+            seed,
+            case,
+            flags,
+            self.hosts,
+            purpose,
+            self.global_batch_size,
+            self.global_learning_rate,
+        )
 
     def warm_up_runs(self) -> list[Run]:
         """Return one warm-up run for each engine and case, with the largest number of workers;

@@ -136,34 +136,12 @@ def run_blocks(
     Raises MeasurementError if a side fails.
     """
     began, first = time.monotonic(), cases[0]
-    measured = list[Block]()
     with Scheduler(folder, plan, first) as scheduler:
         report(f"starting {', '.join(side.side for side in first)}")
         scheduler.start(*first)
         unit, of_scripts = scheduler.unit(), scheduler.facts()
-        started = time.monotonic()
-        for sides in cases:
-            began_case = time.monotonic()
-            trials = scheduler.find_steps(sides)
-            of_trials = time.monotonic() - began_case
-            of_start = (started - began) / len(cases) + of_trials
-            cost = BlockCost(of_start, scheduler.round_seconds(sides))
-            rounds = choose_rounds(cost, sides[0].case, sides[0].workers)
-            turns, disturbed = scheduler.take_rounds(sides, rounds, report)
-            measured.append(
-                Block(
-                    sides[0].block,
-                    tuple(side.side for side in sides),
-                    (*trials, *turns),
-                    steps={side.side: scheduler.steps_of(side) for side in sides},
-                    disturbed_seconds=round(disturbed, 3),
-                    seconds=time.monotonic() - began_case,
-                    start_seconds=of_trials,
-                    quiet_cores=scheduler.quiet_cores,
-                    weights=scheduler.weights(),
-                    unit=unit,
-                )
-            )
+        of_start = (time.monotonic() - began) / len(cases)
+        measured = [scheduler.measure(sides, of_start, choose_rounds, report) for sides in cases]
     shared = (time.monotonic() - began - sum(block.seconds for block in measured)) / len(cases)
     return [
         BlockLine(
@@ -173,6 +151,7 @@ def run_blocks(
                 block,
                 seconds=round(block.seconds + shared, 3),
                 start_seconds=round(block.start_seconds + shared, 3),
+                unit=unit,
             ),
             sides={side.side: side_line(side, folder, of_scripts) for side in sides},
         )
@@ -268,6 +247,33 @@ class Scheduler(Launches):
         launcher = start_side(run, self.folder / run.side / SIDE_RUN.parent, self, who)
         self.sides[run.side] = StartedSide(run, launcher)
         return self.sides[run.side]
+
+    def measure(
+        self,
+        sides: Sequence[Run],
+        of_start: float,
+        choose_rounds: Callable[[BlockCost, str, int], int],
+        report: Callable[[str], None],
+    ) -> Block:
+        """Let sides make trial turns and then take turns, and return all of it. `of_start`: their
+        part of the seconds of the start. The block's own seconds begin with the trial turns."""
+        began, first = time.monotonic(), sides[0]
+        trials = self.find_steps(sides)
+        of_trials = time.monotonic() - began
+        cost = BlockCost(of_start + of_trials, self.round_seconds(sides))
+        rounds = choose_rounds(cost, first.case, first.workers)
+        turns, disturbed = self.take_rounds(sides, rounds, report)
+        return Block(
+            first.block,
+            tuple(side.side for side in sides),
+            (*trials, *turns),
+            steps={side.side: self.steps_of(side) for side in sides},
+            disturbed_seconds=round(disturbed, 3),
+            seconds=time.monotonic() - began,
+            start_seconds=of_trials,
+            quiet_cores=self.quiet_cores,
+            weights=self.weights(),
+        )
 
     def find_steps(self, sides: Sequence[Run]) -> list[Turn]:
         """Set the steps of a turn: the plan's, or as many as last TURN_SECONDS at the pace of the
