@@ -202,6 +202,7 @@ main = partial(
     SCRIPT,
     measure_or_show,
     __doc__,
+    errors=(UserError, OSError),  # OSError: --out names a file
     interrupted="interrupted: all processes were ended; --show FOLDER shows the blocks before",
 )
 

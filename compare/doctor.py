@@ -82,6 +82,7 @@ def examine(
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
         asked = {name: stack.enter_context(start_remote(name, data)) for name in names}
+        stack.push(partial(end_after_error, asked))
         for name, report in zip(names, pool.map(read_report, names, asked.values()), strict=True):
             findings += show(name, report.findings)
             if report.versions:
@@ -136,6 +137,12 @@ def start_remote(host: str, data: Path | None) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+
+
+def end_after_error(hosts: Hosts, kind: type[BaseException] | None, *_: object) -> None:
+    """End what is asked of hosts, after an error or Ctrl-C: they may not answer for minutes."""
+    for host in hosts.values() if kind else ():
+        host.terminate()  # timeout(1), which passes it on
 
 
 def listen(answer_as: str, data: Path | None = None) -> int:

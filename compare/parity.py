@@ -50,7 +50,13 @@ class Live:
 def main(argv: list[str] | None = None) -> int:
     """Compare what the command line asks for and return the exit code."""
     words, trainer_flags = split_words_at_dashes(sys.argv[1:] if argv is None else argv)
-    return run_tool("compare/parity.py", partial(compare, trainer_flags), __doc__, words)
+    return run_tool(
+        "compare/parity.py",
+        partial(compare, trainer_flags),
+        __doc__,
+        words,
+        errors=(UserError, OSError),  # OSError: --out names a file
+    )
 
 
 def compare(

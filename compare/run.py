@@ -99,7 +99,7 @@ from compare.running.comparison import (
 from compare.running.launch import duration, print_line, start_and_wait, utc_stamp
 from compare.running.scheduler import MeasurementError, reaching_side_file, with_side_file
 from recipe.command import call_tool, run_main
-from recipe.errors import UserError, near_match, refuse
+from recipe.errors import UserError, near_match, refuse, system_errors
 from recipe.settings.config import PRESET_OF_DATA, default_preset
 from recipe.settings.flags import given_flags
 
@@ -316,8 +316,11 @@ def of_sides(names: Sequence[str], table: Mapping[str, Any]) -> dict[str, Any]:
 def locked(folder: Path, instead: str) -> Iterator[None]:
     """Keep a second run.py out of the folder; the lock ends with this process, however it ends.
     `instead`: what its user can do rather than wait."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as lock:
+    remedy = "Start in a folder that you may write to, or give another --out DIR"
+    with system_errors(folder, "cannot be written", remedy):
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / LOCK).open("a")
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -3,9 +3,12 @@ before a comparison."""
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -375,6 +378,18 @@ def test_a_host_that_does_not_answer(
         (finding,) = doctor.read_report("node0", host).findings
     assert (finding.subject, finding.status, finding.found) == (subject, "failed", found)
     assert finding.remedy and finding.host == "node0"
+
+
+def test_ctrl_c_does_not_wait_for_hosts_that_do_not_answer(monkeypatch, capsys) -> None:
+    """timeout(1) keeps it from them, and whoever reads their output waits for its end."""
+    monkeypatch.setattr(doctor, "is_here", lambda host: False)
+    monkeypatch.setattr(doctor, "ssh_words", lambda host, words: ["sleep", "60"])
+    began = time.monotonic()
+    ctrl_c = threading.Timer(1.0, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    ctrl_c.start()
+    assert doctor.main(["--hosts", "node0:1,node1:1"]) == 130
+    assert time.monotonic() - began < 30
+    assert "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,11 @@ def test_mistakes_are_told_before_anything_is_started(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_is_no_folder_for_the_record(tmp_path: Path, refusal: Any) -> None:
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refusal(main, ["--out", str(tmp_path / "file")])
+
+
 def test_what_is_not_installed_is_told_and_never_left_out_in_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

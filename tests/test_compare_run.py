@@ -403,6 +403,7 @@ def test_a_folder_that_is_used_is_refused_with_what_is_in_it(comparing):
         (["--seed", "43"], "seed: 42 there, 43 now"),
         (["--case", "small=--arch alexnet"], "case: "),
         (["--out", "photos"], "holds no comparison"),
+        (["--out", "photos/1.jpg"], "run.py: photos/1.jpg: cannot be written (File exists). Start"),
     ):
         assert said in comparing.run(*SMALL, *words, code=2)
     os.environ["HOROVOD_CYCLE_TIME"] = "5"

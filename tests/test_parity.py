@@ -387,6 +387,10 @@ def test_buffers_count_if_the_ranks_share_them(tmp_path):
         (["A", "B", "--max-ulps", "-1"], "finite numbers"),
         (["A", "B", "--relative", "nan"], "finite numbers"),
         (["--workers", "0"], "give positive whole numbers"),
+        (
+            ["--configurations", "ddp-torchrun", "ddp-torchrun", "--out", "A/metrics.jsonl"],
+            "Not a directory",
+        ),
         (["cut", "A"], "cut/trace/rank-1/step-000002.npz cannot be read"),
         (["A", "flipped"], "flipped/trace/rank-1/step-000002.npz cannot be read"),
     ],
