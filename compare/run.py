@@ -106,15 +106,15 @@ from recipe.settings.flags import given_flags
 SCRIPT = "compare/run.py"
 RUNS = Path("runs")
 WARM_UP_STEPS = 5  # steps after which a warm-up has touched all that it should
+# The keys whose tables name sides or pairs of them, FIRST:SECOND.
+BY_SIDES = ("goals", "top1_goals", "margins")
 # What a flag takes the place of in a plan file, beside its own key.
 REPLACED = {
     "blocks": ("until_interval", "minutes"),
     "until_interval": ("blocks",),
     "minutes": ("blocks",),
-    "null": ("pairs",),
+    "null": ("pairs", *BY_SIDES),
 }
-# The keys whose tables name sides or pairs of them, FIRST:SECOND.
-BY_SIDES = ("goals", "top1_goals", "margins")
 # The first field of each group of flags, and the group's name in --help.
 GROUPS = {
     "configurations": "comparison",

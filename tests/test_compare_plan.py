@@ -202,6 +202,8 @@ horovod-tuned = 50
     plan = plan_of(*words)
     assert plan.goals == {"ddp-torchrun:horovod-tuned": 0.8, "horovod-tuned": 50}
     assert plan.margins == {}
+    null = plan_of(words[0], "--null")
+    assert null.goals == null.margins == {} and ("ddp-fp16", "ddp-fp16-again") in null.pairs()
     with pytest.raises(UserError, match="--goals ddp-fp16: ddp-fp16: there is no such name"):
         plan_of(*words, "--goals", "ddp-fp16=100")
 
