@@ -314,14 +314,12 @@ def check_measuring(plan: Plan) -> None:
     default = Plan()
     if plan.measure == "turns" and plan.pairs():
         check_sides(plan)
+    of_a_rule = [name for name in OF_A_RULE if getattr(plan, name) != getattr(default, name)]
     refuse(
-        *(
-            (
-                plan.blocks is not None and getattr(plan, name) != getattr(default, name),
-                f"--blocks {plan.blocks}: fixes the number of blocks; leave "
-                f"{flag_of(FIELD_OF[name])} out, or --blocks",
-            )
-            for name in OF_A_RULE
+        (
+            plan.blocks is not None and of_a_rule,
+            f"--blocks {plan.blocks}: fixes the number of blocks; leave "
+            f"{' and '.join(flag_of(FIELD_OF[name]) for name in of_a_rule)} out, or --blocks",
         ),
         (
             plan.control is not None and not plan.null,
@@ -397,12 +395,15 @@ def check_scripts(plan: Plan, in_file: bool) -> None:
     """Check a plan that compares a user's own scripts: it must give no settings of trainers."""
     default, takes_flags = Plan(), any("{flags}" in side.command for side in plan.side.values())
     for name, side in plan.side.items():
-        if not side.command:
-            raise UserError(f"--side {name}=: give the command that starts its ranks")
-        for word in SHELL_ONLY.intersection(side.command):
-            raise UserError(
-                f"--side {name}: {word}: no shell reads the command; write bash -c '...' around it"
-            )
+        of_shell = [word for word in side.command if word in SHELL_ONLY]
+        refuse(
+            (not side.command, f"--side {name}=: give the command that starts its ranks"),
+            (
+                of_shell,
+                f"--side {name}: {' '.join(of_shell)}: no shell reads the command; write "
+                "bash -c '...' around it",
+            ),
+        )
     for name, case in plan.case.items():
         if case.flags:
             raise UserError(

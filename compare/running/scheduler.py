@@ -454,7 +454,10 @@ class Scheduler(Launches):
         now, live, guilty = time.monotonic(), list[str](), list[str]()
         for side in awaited:
             name, silent, is_over = side.run.side, now - side.heard, now > deadline
-            if (silent <= SILENT_SECONDS and not is_over) or (lag := side.lag) is None:
+            if silent <= SILENT_SECONDS and not is_over:
+                continue
+            lag = side.lag
+            if lag is None:
                 continue
             if is_over or (lag.is_hopeless and silent > HOPELESS_SECONDS):
                 limit = f"{self.plan.timeout} s (--timeout)" if is_over else duration(silent)
