@@ -654,9 +654,7 @@ def code_facts() -> dict[str, Any]:
     """Return which interpreter, script and commit this is, a digest of the modules of the script's
     work tree (without git: of its folder), and where its other modules come from. What cannot be
     read is left out."""
-    script = ""
-    with suppress(OSError):  # the current folder was deleted
-        script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    script = real_path(getattr(sys.modules["__main__"], "__file__", None) or "")
     is_file = os.path.isfile(script)
     home = home_of(script)
     own = work_tree_of(home)
@@ -685,9 +683,7 @@ def home_of(script: str) -> str:
     """Return the folder whose code is meant to run: the script's; but the current one if the script
     is none of the user's own (an installed command, python -c, python -m cProfile), or if it was
     imported (python -m) from another work tree than the one that the user is in."""
-    folder, here = os.path.dirname(script), ""
-    with suppress(OSError):  # the current folder was deleted
-        here = os.path.realpath(os.getcwd())
+    folder, here = os.path.dirname(script), real_path(os.curdir)
     commands, library = (
         os.path.realpath(os.path.dirname(path)) for path in (sys.executable, os.__file__)
     )
@@ -720,9 +716,7 @@ def strangers(modules: Mapping[str, str], own: WorkTree) -> list[dict[str, Any]]
     """Return the packages that come from another work tree, though the script's own may have them:
     each with that work tree, the folder from which it was imported, and the same folder in the
     script's own work tree."""
-    path = set()
-    with suppress(OSError):  # the current folder was deleted
-        path = {*map(os.path.realpath, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
+    path = {*map(real_path, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
     found: dict[str, dict[str, Any]] = {}
     for name, file in modules.items():
         tree = work_tree_of(folder := os.path.dirname(file))
@@ -747,6 +741,14 @@ def is_twin(file: str, tree: WorkTree, own: WorkTree) -> bool:
         return tree != own
     is_outside = not tree.root.startswith(os.path.join(own.root, ""))
     return is_outside and os.path.isfile(os.path.join(own.root, os.path.relpath(file, tree.root)))
+
+
+def real_path(path: str) -> str:
+    """Return an absolute path without links; "" if the current folder, which it is relative to, was
+    deleted."""
+    with suppress(OSError):
+        return os.path.realpath(path)
+    return ""
 
 
 def file_sha256(path: str) -> str | None:
