@@ -66,6 +66,7 @@ from compare.running.scheduler import (
 )
 from compare.running.take_turns import TrainerClient
 from recipe import start
+from recipe.errors import UserError
 from recipe.record.schema import PHASES
 from recipe.settings.flags import Config
 from recipe.watch import engine_timeout
@@ -407,6 +408,15 @@ def test_those_who_watch_by_the_clock_have_patience_with_paused_sides(
     with pytest.raises(SystemExit):
         take_turns.train(str(ROOT / "ddp_train/train.py"))
     assert engine_timeout(seen[0].stall_timeout) == 1_000_000
+
+
+def test_an_interface_without_an_address_is_a_mistake_and_no_failed_block(tmp_path: Path) -> None:
+    """A record would name the folder of a block that never was."""
+    over_hosts = replace(side("x", interface="no-such0"), hosts="a.invalid:1")
+    with pytest.raises(UserError, match="--network-interface no-such0 has no IPv4") as refused:
+        run_blocks([[over_hosts]], PLAN, tmp_path / "block-1", print, two_rounds)
+    assert not isinstance(refused.value, MeasurementError)
+    assert not (tmp_path / "block-1").exists()
 
 
 def test_who_lacks_the_key_is_turned_away(tmp_path: Path) -> None:

@@ -614,7 +614,8 @@ def is_asked_for(stranger: dict[str, Any], side: Run, imports: dict[str, Any]) -
 
 def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:
     """Return the socket to which agents connect, and its address as `ADDRESS,ADDRESS:PORT`. It is
-    open to this host only if all sides run here.
+    open to this host only if all sides run here. UserError if other hosts cannot reach this one:
+    nothing was started then that could have failed.
 
     Both ends prove that they know the key, which the ranks get in their environment. (horovodrun
     over Gloo writes the environment into a command line. Somebody who reads the key there can spoil
@@ -633,7 +634,7 @@ def listen(sides: Sequence[Run]) -> tuple[socket.socket, str]:
         ]
         if not here:
             where = f"--network-interface {interface}" if interface else "this host"
-            raise MeasurementError(
+            raise UserError(
                 f"{where} has no IPv4 address that other hosts can reach; name another "
                 "--network-interface"
             )
