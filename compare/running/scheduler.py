@@ -333,20 +333,12 @@ class Scheduler(Launches):
             )
             order = sides if round_ % 2 == 0 else sides[::-1]
             for side in order:
-                while True:
-                    began = time.monotonic()
-                    # Of scripts that of the warm-up counts: their turns may differ in steps.
-                    at_end = round_ == rounds - 1 and not side.is_script
-                    turn = self.take_turn(side, round_, digest=at_end)
-                    is_disturbed, is_last = turn.other_load > self.quiet_cores, spare == 0
-                    if is_disturbed and not is_last:
-                        spare -= 1
-                        turn = replace(turn, purpose="disturbed")
-                        wait_for_quiet(PATIENCE)
-                    turns.append(turn)
-                    disturbed_seconds += is_disturbed * (time.monotonic() - began)
-                    if is_last or not is_disturbed:
-                        break
+                # Of scripts that of the warm-up counts: their turns may differ in steps.
+                digest = round_ == rounds - 1 and not side.is_script
+                taken, seconds = self.take_until_quiet(side, round_, spare, digest)
+                turns += taken
+                spare -= len(taken) - 1
+                disturbed_seconds += seconds
             if round_ % ABLATION_EVERY == ABLATION_EVERY - 1:
                 turns += [
                     self.take_turn(side, round_, "ablation", exchange=False)
@@ -354,6 +346,23 @@ class Scheduler(Launches):
                     if self.is_ablated(side)
                 ]
         return turns, disturbed_seconds
+
+    def take_until_quiet(
+        self, side: Run, round_: int, spare: int, digest: bool
+    ) -> tuple[list[Turn], float]:
+        """Let a side take a turn; where other processes disturb it, again, at most `spare` times.
+        Return all these turns, and the seconds spent on disturbed ones and on waiting for quiet."""
+        turns, disturbed_seconds = list[Turn](), 0.0
+        while True:
+            began = time.monotonic()
+            turn = self.take_turn(side, round_, digest=digest)
+            if turn.other_load <= self.quiet_cores:
+                return [*turns, turn], disturbed_seconds
+            if len(turns) == spare:
+                return [*turns, turn], disturbed_seconds + time.monotonic() - began
+            turns.append(replace(turn, purpose="disturbed"))
+            wait_for_quiet(PATIENCE)
+            disturbed_seconds += time.monotonic() - began
 
     def take_turn(self, side: Run, round_: int, purpose: Purpose = "speed", **how: bool) -> Turn:
         """Let one side run for a turn's steps, and return the turn. `how` may set `exchange` of
