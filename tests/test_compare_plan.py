@@ -276,9 +276,10 @@ def test_what_is_wrong_in_a_file_is_one_message_with_file_and_key(here, capsys, 
 
 READY = sorted(path.stem for path in PLANS.glob("*.toml"))
 OF_SIDES = [name for name in READY if "[side." in (PLANS / f"{name}.toml").read_text()]
+OF_TRAINERS = sorted({*READY} - {*OF_SIDES, "accuracy"})
 
 
-@pytest.mark.parametrize("name", sorted({*READY} - {*OF_SIDES}))
+@pytest.mark.parametrize("name", [*OF_TRAINERS, pytest.param("accuracy", marks=needs.needs_timm)])
 def test_a_ready_plan_can_be_run_and_says_what_it_answers(here, name):
     plan = plan_of(name)
     assert plan.question and plan.question.endswith("?")
