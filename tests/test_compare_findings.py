@@ -153,7 +153,7 @@ def test_every_condition_of_a_real_environment_changed_alone_is_caught(real):
     [
         (
             {"configurations": ("horovod-mpi", "horovod-mpirun")},
-            {*EQUAL_WHERE_USED} - {*OF_SCRIPT, COMMIT},
+            {*EQUAL_WHERE_USED} - {*OF_SCRIPT, COMMIT, "timm"},
         ),
         ({"configurations": ("horovod-mpi",), "null": True}, START),
         ({"configurations": ("ddp-gloo", "horovod-mpirun-gloo")}, START - {"engine"}),
@@ -174,6 +174,18 @@ def test_what_must_be_equal_between_configurations_that_share_it(tmp_path, plan,
     assert differing(comparison) == [[]]
     for field in fields:
         assert caught_in(comparison, vars(comparison.runs[0].environment), field) == [field]
+
+
+def test_a_package_that_only_one_side_uses_is_no_difference(tmp_path):
+    """As in SGD against LAMB."""
+    comparison = compare(tmp_path, blocks=1)
+    of_horovod = [run for run in comparison.runs if run.engine == "horovod"]
+    for run in of_horovod:
+        run.summary.fingerprint["timm"] = "1.0.31"
+    assert differing(comparison) == [[]]
+    for run in comparison.runs:
+        run.summary.fingerprint.setdefault("timm", "1.0.30")
+    assert differing(comparison) == [["timm"]]
 
 
 CORNERS = ("ddp-gloo", "horovod-mpirun-gloo", "ddp-mpi", "horovod-mpirun-mpi")

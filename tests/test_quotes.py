@@ -380,6 +380,16 @@ def test_the_preset_s_accuracy_is_that_of_its_record() -> None:
         assert f"reproduced here: {middle:.2f} %" in (ROOT / "README.md").read_text()
 
 
+def test_the_accuracies_of_settings_are_those_of_the_record() -> None:
+    page = (ROOT / "docs/results.md").read_text()
+    quoted = re.findall(r"\n\| `([\w-]+)`.*?\| (\d\d\.\d\d) \|", page)
+    last = {
+        run.configuration: [line["top1"] for line in run.metrics if line["kind"] == "eval"][-1]
+        for run in report_of("epyc-2-cores/2026-11-28-settings").record.complete
+    }  # of "average" the moving average's, which is evaluated last
+    assert {name: float(top1) for name, top1 in quoted} == last
+
+
 def test_the_learning_curves_are_those_of_the_record() -> None:
     """If plots are drawn in another way: python compare/report.py results/... --svg FOLDER."""
     [curves] = [

@@ -36,7 +36,7 @@ MAY_CHANGE = {COMMIT, "interpreter", "script"}
 OF_SCRIPT = ("interpreter", "script", "script_sha256", "code_sha256")
 # Software that not every configuration uses, and what earlier records lack: it must be equal among
 # those that have it.
-EQUAL_WHERE_USED = ("horovod", "mpi", "nccl", *OF_SCRIPT, COMMIT)
+EQUAL_WHERE_USED = ("horovod", "mpi", "nccl", "timm", *OF_SCRIPT, COMMIT)
 ABSENT = "absent"
 # Fields that differ from block to block.
 OF_BLOCK = {"seed", "data_order_sha256", "initial_weights_sha256"}
