@@ -14,7 +14,6 @@ each is a network namespace of this machine, with a part of its cores. At each r
 both) fp32, fp16 and auto of each engine take turns.
 """
 
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -25,7 +24,7 @@ from compare.page.report import Report
 from compare.page.tables import goals_tables, table_text
 from compare.plan.environment import ROOT
 from compare.running.launch import utc_stamp
-from recipe.command import RESUMES, run_tool
+from recipe.command import RESUMES, run_other_tool, run_tool
 from recipe.errors import UserError, refuse
 from recipe.files import replace_file
 from tools import namespaces
@@ -88,7 +87,7 @@ def run_plan(plan: Path, out: Path, words: list[str], enter: list[str] | None = 
     before the command, which enter a host."""
     print(f"== {out.name}", flush=True)
     run = [sys.executable, "compare/run.py", str(plan), "--out", str(out.absolute()), *words]
-    return [out.name] if subprocess.run([*(enter or []), *run], cwd=ROOT).returncode else []
+    return [out.name] if run_other_tool([*(enter or []), *run], ROOT) else []
 
 
 def measure_links(rates: tuple[float, ...], out: Path, words: list[str]) -> list[str]:

@@ -37,7 +37,7 @@ from compare.plan.environment import (
 )
 from compare.plan.plan_file import take_hostfile
 from compare.running.checks import OWN_NAME, Finding, HostReport, make_finding, report_host
-from recipe.command import run_tool
+from recipe.command import run_other_tool, run_tool
 from recipe.errors import UserError
 from recipe.files import write_json
 
@@ -310,7 +310,7 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
         str(ALLREDUCE_SECONDS),
         *(word for flag, value in given.items() if value is not None for word in (flag, value)),
     ]
-    code = subprocess.run([sys.executable, *words[1:]]).returncode
+    code = run_other_tool([sys.executable, *words[1:]])
     return make_finding(
         "allreduce",
         code == 0,

@@ -6,11 +6,13 @@ import io
 import os
 import re
 import select
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 from recipe.errors import UserError, limit_reached
@@ -152,3 +154,13 @@ def run_main(
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
         return 130
+
+
+def run_other_tool(words: Sequence[str], cwd: Path | None = None) -> int:
+    """Run another command line, and return its exit code. Ctrl-C reaches both; the other one then
+    has as long as it needs to end what it has started. (subprocess.run would kill it.)"""
+    process = subprocess.Popen(words, cwd=cwd)
+    try:
+        return process.wait()
+    finally:
+        process.wait()

@@ -238,7 +238,7 @@ def test_the_interval_covers_the_truth_where_rounds_follow_from_scatter(sides, c
 @pytest.mark.parametrize("sides", [2, 4])
 @pytest.mark.parametrize("added", [1, 1.2, 2, 3, 5, 10, 100])
 def test_three_blocks_cover_the_truth_whatever_launches_add(sides, added, monkeypatch):
-    """To the variance of a block's ratio that turns foretell: 1.0 to 1.1 times it in the records.
+    """To the variance of a block's ratio that turns predict: 1.0 to 1.1 times it in the records.
     The intervals of two sides are Student's."""
     monkeypatch.setitem(globals(), "SIDE_SECONDS", 600 / 3 / sides)
     noise = 0.03

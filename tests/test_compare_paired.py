@@ -153,17 +153,17 @@ LOGS = [0.03, 0.05, 0.04]  # mean 0.04, standard deviation 0.01
 
 
 @pytest.mark.parametrize(
-    ("over_foretold", "error", "degrees"),
+    ("variance_ratio", "error", "degrees"),
     [
-        # 6 degrees foretold and 2 of the blocks: (6 * 1.2 * 0.02**2 / 3 + 2 * 0.01**2 / 3) / 8
+        # 6 degrees predicted and 2 of the blocks: (6 * 1.2 * 0.02**2 / 3 + 2 * 0.01**2 / 3) / 8
         (1.0, math.sqrt((7.2 * 0.02**2 + 2 * 0.01**2) / 24), 8),
         # Of launches (6 * 1.2 + 6 * 1.8) / 12 = 1.5 in place of 1.2.
         (1.8, math.sqrt((9.0 * 0.02**2 + 2 * 0.01**2) / 24), 8),
     ],
 )
-def test_the_turns_moderate_the_blocks_variance_by_hand(over_foretold, error, degrees):
+def test_the_turns_moderate_the_blocks_variance_by_hand(variance_ratio, error, degrees):
     student = replace(estimate_logs(LOGS), turn_error=0.02 / math.sqrt(3))
-    found = moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24, rounds=8))
+    found = moderated(student, Scatter(variance_ratio, degrees=6, turn_degrees=24, rounds=8))
     assert (found.error, found.degrees) == (pytest.approx(error), degrees)
     half = student_quantile(0.95, degrees) * error
     assert math.log(found.high / found.low) / 2 == pytest.approx(half)
@@ -172,12 +172,12 @@ def test_the_turns_moderate_the_blocks_variance_by_hand(over_foretold, error, de
     assert found.block_error == pytest.approx(student.error)
 
 
-def test_where_blocks_scatter_more_than_turns_foretell_the_wider_interval_counts():
+def test_where_blocks_scatter_more_than_turns_predict_the_wider_interval_counts():
     """F has 6 and 6 degrees of freedom: its upper quartile is 1.78, times 1.2."""
     student = replace(estimate_logs(LOGS), turn_error=0.002)
     below, above = (
-        moderated(student, Scatter(over_foretold, degrees=6, turn_degrees=24, rounds=8))
-        for over_foretold in (1.77 * 1.2, 1.79 * 1.2)
+        moderated(student, Scatter(variance_ratio, degrees=6, turn_degrees=24, rounds=8))
+        for variance_ratio in (1.77 * 1.2, 1.79 * 1.2)
     )
     assert below.degrees > student.degrees and below.high < student.high
     assert above == student
@@ -185,7 +185,7 @@ def test_where_blocks_scatter_more_than_turns_foretell_the_wider_interval_counts
     assert moderated(wide, Scatter(9.0, degrees=6, turn_degrees=24, rounds=8)).high > student.high
 
 
-def test_without_turns_and_without_blocks_nothing_is_foretold():
+def test_without_turns_and_without_blocks_nothing_is_predicted():
     scatter = Scatter(1.0, degrees=6, turn_degrees=24, rounds=8)
     whole, few = estimate_logs(LOGS), replace(estimate_logs(LOGS[:2]), turn_error=0.01)
     assert moderated(whole, scatter) == whole and moderated(few, scatter) == few
@@ -194,7 +194,7 @@ def test_without_turns_and_without_blocks_nothing_is_foretold():
 
 
 def test_a_group_tells_how_much_its_blocks_scatter():
-    """As foretold if launches add nothing; more if they do; None on a GPU and in whole runs."""
+    """As predicted if launches add nothing; more if they do; None on a GPU and in whole runs."""
     (first, second), dice = Plan().names[:2], np.random.default_rng(5)
     plan = Plan(configurations=(first, second))
 
@@ -206,8 +206,8 @@ def test_a_group_tells_how_much_its_blocks_scatter():
 
     found = group(0.0).scatter
     assert (found.degrees, found.turn_degrees) == (199, 1400)
-    assert found.over_foretold == pytest.approx(1, abs=0.3)
-    assert group(0.04).scatter.over_foretold == pytest.approx(9, abs=2.5)
+    assert found.variance_ratio == pytest.approx(1, abs=0.3)
+    assert group(0.04).scatter.variance_ratio == pytest.approx(9, abs=2.5)
     assert group(0.0, rounds=1).scatter is None and group(0.0, unit="bytes").scatter is None
     by_turns = group(0.0)
     assert by_turns.estimates[first, second].degrees > 199
@@ -245,7 +245,7 @@ def test_a_series_is_correlated_with_itself_a_block_before():
 
 
 def test_blocks_from_which_little_follows_are_warned_of():
-    """Turns of one step, three blocks, and blocks that scatter far more or less than foretold."""
+    """Turns of one step, three blocks, and blocks that scatter far more or less than predicted."""
     plan, dice = Plan(configurations=Plan().names[:2]), np.random.default_rng(6)
 
     def warnings(launch: float, number: int = 20, steps: int = 3, opposed: bool = False) -> str:

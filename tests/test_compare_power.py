@@ -59,18 +59,18 @@ def estimates(ratio: float, noise: float, blocks: int, rounds: int, number: int)
     of_turns = (noise**2 - of_launches) * ROUNDS / rounds  # variance of a block's mean over them
     shape = (number, blocks)
     logs = random.normal(math.log(ratio), math.sqrt(of_launches + of_turns), shape)
-    foretold = of_turns * random.chisquare(rounds - 1, shape) / (rounds - 1)
+    predicted = of_turns * random.chisquare(rounds - 1, shape) / (rounds - 1)
     return [
-        estimate_of(own, own_foretold, rounds)
-        for own, own_foretold in zip(logs.tolist(), foretold.mean(axis=1).tolist(), strict=True)
+        estimate_of(own, own_predicted, rounds)
+        for own, own_predicted in zip(logs.tolist(), predicted.mean(axis=1).tolist(), strict=True)
     ]
 
 
-def estimate_of(logs: list[float], foretold: float, rounds: int) -> Estimate:
-    """As `Group.estimate` has it. `foretold`: the variance of a block, by its turns."""
+def estimate_of(logs: list[float], predicted: float, rounds: int) -> Estimate:
+    """As `Group.estimate` has it. `predicted`: the variance of a block, by its turns."""
     blocks = len(logs)
-    found = replace(estimate_logs(logs), turn_error=math.sqrt(foretold / blocks))
-    over = float(np.var(logs, ddof=1)) / foretold
+    found = replace(estimate_logs(logs), turn_error=math.sqrt(predicted / blocks))
+    over = float(np.var(logs, ddof=1)) / predicted
     return moderated(found, Scatter(over, blocks - 1, blocks * (rounds - 1), rounds))
 
 

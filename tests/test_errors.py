@@ -344,3 +344,25 @@ def test_the_process_really_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (1, "output\n", "error: sorry\n")
+
+
+def test_after_ctrl_c_another_tool_has_time_to_end_what_it_started(tmp_path: Path) -> None:
+    cleaned = tmp_path / "cleaned"
+    slow = (
+        "import pathlib, time\n"
+        "print('runs', flush=True)\n"
+        "try: time.sleep(900)\n"
+        f"except KeyboardInterrupt: time.sleep(1); pathlib.Path({str(cleaned)!r}).touch()"
+    )
+    code = (
+        "import sys; from recipe.command import run_main, run_other_tool\n"
+        f"sys.exit(run_main('outer', lambda _: run_other_tool([sys.executable, '-c', {slow!r}])))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    ) as outer:
+        assert outer.stdout
+        assert outer.stdout.readline() == b"runs\n"
+        os.killpg(outer.pid, signal.SIGINT)
+        assert outer.wait(timeout=600) == 130
+    assert cleaned.exists()

@@ -51,7 +51,7 @@ def test_so_many_blocks_make_the_interval_narrow(record, ratio, fields, narrow):
     assert 0.05 * wanted < few < 0.07 * wanted  # by the quantile of five it would be 0.12
 
 
-def test_corrections_and_turns_that_foretell_more_take_more_blocks(record):
+def test_corrections_and_turns_that_predict_more_take_more_blocks(record):
     finding = a_finding(record, 1.05, 20)
     wanted = blocks_to_decide(record, finding)
     scattered = replace(finding.speed, turn_error=0.1)

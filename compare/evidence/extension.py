@@ -68,7 +68,7 @@ def blocks_to_decide(record: Record, finding: Verdict | Goal) -> int:
     80 %, if its true ratio is the estimated one.
 
     The standard error falls as 1/sqrt(n). Of the error from the blocks and the one that their turns
-    foretell the larger one counts: few blocks may agree by chance.
+    predict the larger one counts: few blocks may agree by chance.
     """
     speed = finding.speed
     assert speed is not None

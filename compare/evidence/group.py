@@ -73,9 +73,9 @@ class Group:
 
     @property
     def is_as_recorded(self) -> bool:
-        """Whether this is training on CPUs, from whose records it is known how well turns foretell
+        """Whether this is training on CPUs, from whose records it is known how well turns predict
         the scatter of blocks, and how much occasions differ. Not on GPUs, where launches made the
-        variance 83 to 120 times as large as foretold; not for all-reduces alone (up to 13 times);
+        variance 83 to 120 times as large as predicted; not for all-reduces alone (up to 13 times);
         not for scripts that do not show that they ran torch on CPUs."""
         environments = [run.environment for run in (*self.complete, *self.sides)]
         return not any(block.unit == "bytes" for block in self.turns) and all(
@@ -90,24 +90,24 @@ class Group:
 
     @cached_property
     def scatter(self) -> Scatter | None:
-        """How much more the blocks scatter than their turns foretell: the variance of each side's
-        logarithm less the block's mean, summed over sides, over the same as the turns foretell it.
-        None in whole runs, and where turns foretell too little.
+        """How much more the blocks scatter than their turns predict: the variance of each side's
+        logarithm less the block's mean, summed over sides, over the same as the turns predict it.
+        None in whole runs, and where turns predict too little.
         """
         names, blocks = self.plan.names, self.blocks_with(self.plan.names)
         rounds = sum(len(block.quiet_rounds) for block in blocks)
         turn_degrees = rounds - len(blocks)
         if len(blocks) < 2 or len(names) < 2 or not turn_degrees or not self.is_as_recorded:
             return None
-        found = foretold = 0.0
+        found = predicted = 0.0
         for name in names:
             powers = {other: (other == name) - 1 / len(names) for other in names}
             found += np.var([block.log_contrast(powers, throughput) for block in blocks], ddof=1)
-            foretold += turn_error(blocks, powers) ** 2 * len(blocks)
+            predicted += turn_error(blocks, powers) ** 2 * len(blocks)
         degrees = (len(names) - 1) * (len(blocks) - 1)
-        if not foretold:
+        if not predicted:
             return None
-        return Scatter(found / foretold, degrees, turn_degrees, rounds / len(blocks))
+        return Scatter(found / predicted, degrees, turn_degrees, rounds / len(blocks))
 
     @cached_property
     def estimates(self) -> dict[tuple[str, str], Estimate]:
@@ -120,7 +120,7 @@ class Group:
     ) -> Estimate | None:
         """Estimate the product of the sides' rates, each raised to its power, as `turns.estimate`
         does; None if no block has all these sides, or if ranks shared a GPU: their processes take
-        turns on it, so that rates say nothing about engines. Turns foretell the error of a ratio of
+        turns on it, so that rates say nothing about engines. Turns predict the error of a ratio of
         throughputs: what they have in common within a block cancels."""
         blocks = self.blocks_with(powers)
         if not blocks or self.ranks_per_gpu:

@@ -6,7 +6,7 @@ process that slows one engine and not the other becomes part of the ratio; the i
 show it.
 
 The interval is Student's t on the logarithms of the blocks' ratios (Student, Biometrika 6, 1908).
-Three blocks hardly show their variance, but the turns within them foretell it. Where they do, on
+Three blocks hardly show their variance, but the turns within them predict it. Where they do, on
 CPUs, `moderated` uses both: a moderated t (Smyth, Statistical Applications in Genetics and
 Molecular Biology 3, 2004). docs/statistics.md reports the simulations behind it;
 tests/test_compare_coverage.py repeats them.
@@ -30,7 +30,7 @@ INTERVAL = f"{100 * CONFIDENCE:g} % interval"
 # few blocks, (2.36 + 0.90) / 2.36 = 1.38 with eight, by Student's quantiles.
 HALF_WIDTHS_OF_80_PERCENT = 1.5
 # Variance of a side's speed from launch to launch / from turn to turn, in training on CPUs. So the
-# variance between blocks of eight rounds is 1.2 times the one that their turns foretell. This
+# variance between blocks of eight rounds is 1.2 times the one that their turns predict. This
 # differs between comparisons as if each had estimated it with so many degrees of freedom. Both are
 # cautious: the records under results/ show 1.0 to 1.1 (six to ten rounds), and 16 or more.
 LAUNCH_SHARE, LAUNCH_DEGREES = 1 / 40, 8
@@ -151,51 +151,51 @@ def with_error(estimate: Estimate, error: float, degrees: float) -> Estimate:
 
 
 class Scatter(NamedTuple):
-    """How much more the blocks of a group scatter than their turns foretell: over all its sides,
+    """How much more the blocks of a group scatter than their turns predict: over all its sides,
     because three blocks of one pair hardly show it."""
 
-    over_foretold: float  # variance between blocks / the variance foretold
+    variance_ratio: float  # variance between blocks / the variance predicted
     degrees: int  # degrees of freedom of the variance between blocks
     turn_degrees: int  # degrees of freedom of the variance between turns
     rounds: float  # of a block, on average
 
     @property
     def expected(self) -> float:
-        """The value of `over_foretold` to be expected: what launches add weighs the more, the more
+        """The value of `variance_ratio` to be expected: what launches add weighs the more, the more
         rounds a block has."""
         return 1 + LAUNCH_SHARE * self.rounds
 
     @property
-    def foretold_degrees(self) -> float:
-        """The degrees of freedom of the variance foretold: the relative variances add of what
+    def predicted_degrees(self) -> float:
+        """The degrees of freedom of the variance predicted: the relative variances add of what
         launches add and of what the turns show."""
         return 1 / (1 / LAUNCH_DEGREES + 1 / self.turn_degrees)
 
     def quantile(self, probability: float) -> float:
-        """Return the value that `over_foretold` does not exceed with this probability."""
-        f_quantile = fdtri(self.degrees, self.foretold_degrees, probability)
+        """Return the value that `variance_ratio` does not exceed with this probability."""
+        f_quantile = fdtri(self.degrees, self.predicted_degrees, probability)
         return self.expected * float(f_quantile)
 
 
 def moderated(estimate: Estimate, scatter: Scatter) -> Estimate:
-    """Return Student's estimate with the error of a moderated t, if turns foretell one.
+    """Return Student's estimate with the error of a moderated t, if turns predict one.
 
-    The variance foretold by the turns, times what launches add, stands beside the variance of the
+    The variance predicted by the turns, times what launches add, stands beside the variance of the
     pair's own blocks, each with the weight of its degrees of freedom. What launches add is
     estimated from the records and from all sides of the group; it is never less than in the
     records. If the group's blocks scatter more than in three of four such groups, turns may
-    foretell too little: then the wider of this interval and Student's is returned. (Which is wider
+    predict too little: then the wider of this interval and Student's is returned. (Which is wider
     is asked at the estimate's confidence; Holm's correction then uses the same error and degrees.)
     Two sides with three or four blocks show too little of what launches add: Student's.
     """
     if estimate.low is None or not estimate.turn_error or scatter.degrees < MIN_SCATTER_DEGREES:
         return estimate
-    prior, own, of_group = scatter.foretold_degrees, estimate.blocks - 1, scatter.degrees
-    known = prior * scatter.expected + of_group * scatter.over_foretold
-    foretold = max(scatter.expected, known / (prior + of_group)) * estimate.turn_error**2
-    error = math.sqrt((prior * foretold + own * estimate.error**2) / (prior + own))
+    prior, own, of_group = scatter.predicted_degrees, estimate.blocks - 1, scatter.degrees
+    known = prior * scatter.expected + of_group * scatter.variance_ratio
+    predicted = max(scatter.expected, known / (prior + of_group)) * estimate.turn_error**2
+    error = math.sqrt((prior * predicted + own * estimate.error**2) / (prior + own))
     found = with_error(estimate, error, prior + own)
-    if scatter.over_foretold > scatter.quantile(0.75):
+    if scatter.variance_ratio > scatter.quantile(0.75):
         return max(found, estimate, key=lambda either: either.relative_half_width)
     return found
 

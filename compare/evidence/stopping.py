@@ -57,7 +57,7 @@ def cost_of(group: Group) -> BlockCost:
 def launch_share(estimates: Iterable[Estimate], sides: int, taken: Sequence[int]) -> float:
     """Return the variance of launches / the variance of turns, as blocks of so many sides, with the
     rounds `taken`, let one expect it: by how much more each pair's ratio scatters from block to
-    block than its turns foretell. At least LAUNCH_SHARE: blocks that scatter little by chance must
+    block than its turns predict. At least LAUNCH_SHARE: blocks that scatter little by chance must
     not lead to fewer of them, or intervals that are narrow by chance are selected."""
     pairs = [one for one in estimates if one.blocks >= MIN_BLOCKS and one.turn_error]
     if not pairs:

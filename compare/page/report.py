@@ -94,11 +94,11 @@ FEW_BLOCKS = (
     "launches differ"
 )
 MUCH_SCATTER = (
-    "the variance between blocks is so many times what their turns foretell: launches differ much "
+    "the variance between blocks is so many times what their turns predict: launches differ much "
     "here, so few blocks say little"
 )
 LITTLE_SCATTER = (
-    "the variance between blocks is only so many times what their turns foretell, by chance or "
+    "the variance between blocks is only so many times what their turns predict, by chance or "
     "because disturbances even out within a block: intervals may be wider than they need be; of "
     "two sides with fewer than five blocks, where only blocks count, narrow by luck"
 )
@@ -627,10 +627,10 @@ def doubtful_blocks(record: Record) -> Iterator[str]:
             places[OF_ONE_STEP].append(place)
         if group.num_blocks == MIN_BLOCKS:
             places[FEW_BLOCKS].append(place)
-        if scatter and scatter.over_foretold > scatter.quantile(1 - error):
-            places[MUCH_SCATTER].append(f"{place} ({scatter.over_foretold:.3g} times)")
-        if scatter and scatter.over_foretold < scatter.quantile(error):
-            places[LITTLE_SCATTER].append(f"{place} ({scatter.over_foretold:.2g} times)")
+        if scatter and scatter.variance_ratio > scatter.quantile(1 - error):
+            places[MUCH_SCATTER].append(f"{place} ({scatter.variance_ratio:.3g} times)")
+        if scatter and scatter.variance_ratio < scatter.quantile(error):
+            places[LITTLE_SCATTER].append(f"{place} ({scatter.variance_ratio:.2g} times)")
     for text, concerned in places.items():
         yield f"{'; '.join(concerned)}: {text}"
 
