@@ -1030,7 +1030,7 @@ def test_weights_of_other_classes_need_a_new_head(is_exported: bool, tmp_path: P
 
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("is_exported", [False, True])
-def test_weights_of_pixels_normalised_in_another_way_are_warned_of(
+def test_weights_that_were_trained_with_other_settings_are_warned_of(
     is_exported: bool, is_old: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An old checkpoint does not say how: as ImageNet's."""
@@ -1052,6 +1052,8 @@ def test_weights_of_pixels_normalised_in_another_way_are_warned_of(
         r"0.3 0.3 0.3\n",
         capsys.readouterr().out,
     )
+    load_weights(model, replace(config, blur_pool=True), CATS)
+    assert "was trained with --blur-pool False, and this run has True" in capsys.readouterr().out
 
 
 def test_exported_weights_that_do_not_say_how_pixels_were_normalised(

@@ -468,7 +468,7 @@ def test_trainings_that_fail_beside_turns_are_not_dropped(tmp_path, capsys):
     plan = {"target_top1": 97.0, "top1_goals": LOSS}
     complete = report_of(by_turns(tmp_path / "complete", **plan))
     [time], [accuracy] = complete.times, complete.accuracies
-    assert time.speed and time.is_judged and accuracy.is_judged
+    assert time.speed and time.obstacle is accuracy.obstacle is None
     folder = by_turns(tmp_path / "c", (2, ENGINES[1]), (4, ENGINES[1]), **plan)
     found = report_of(folder)
     [time], [accuracy] = found.times, found.accuracies
@@ -488,7 +488,7 @@ def test_accuracy_is_decided_when_all_full_runs_have_ended(tmp_path):
     write_lines(folder, [one for one in lines_of(folder) if one.get("block") != 5])
     found = report_of(folder)
     [time], [accuracy], [verdict] = found.times, found.accuracies, found.verdicts
-    assert verdict.is_finished and not time.is_finished and not accuracy.is_judged
+    assert verdict.is_finished and not time.is_finished and accuracy.obstacle
     assert (time.decision, accuracy.decision) == ("undecided", "undecided")
 
 

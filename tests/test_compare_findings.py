@@ -500,7 +500,7 @@ def test_a_case_whose_runs_all_failed_leaves_the_others_report(tmp_path):
     report = Report(read_comparison(comparison.folder))
     names = {plot.name for plot in draw_plots(report)}
     assert "drift-ResNet-18" in names and "drift-VGG-16" not in names
-    assert "no block was completed by both" in as_page([report])
+    assert re.search("VGG-16.*: nothing is decided between .* yet", as_page([report]))
 
 
 # ------------------------------------------------------------------------- phases

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from scipy.special import chdtri, nctdtr, ndtri
 
 from compare.evidence.group import Group
-from compare.evidence.judgement import UNDECIDED, Finding, Tested, decided, find
+from compare.evidence.judgement import UNDECIDED, Finding, Obstacle, Tested, decided, find
 from compare.evidence.paired import (
     CONFIDENCE,
     Estimate,
@@ -302,11 +302,10 @@ class Power:
 @dataclass(frozen=True, kw_only=True)
 class AccuracyVerdict(OnPair):
     """The verdict on the final top-1 of two configurations; the margin is in points, `speed` is not
-    used. Its decision is "identical", "equal", "higher", "lower" or "undecided". It is not judged
-    if trainings failed: the other seeds alone would favour the side that fails."""
+    used. Its decision is "identical", "equal", "higher", "lower" or "undecided"."""
 
     seeds: int  # that both completed
-    ended_at: tuple[float, ...]  # each --desired-acc, percent: final accuracies then say nothing
+    ended_at: tuple[float, ...]  # each --desired-acc, percent
     is_bit_equal: bool
     points: PointDifference | None
     power: Power | None
@@ -318,10 +317,22 @@ class AccuracyVerdict(OnPair):
         return self.is_bit_equal and not self.differences and not self.failed
 
     @property
+    def estimate(self) -> Tested | None:
+        return self.points
+
+    @property
+    def own_obstacle(self) -> Obstacle | None:
+        if self.failed:
+            return Obstacle.FAILED
+        return Obstacle.ENDED_EARLY if self.ended_at and not self.is_bit_equal else None
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        return None if self.is_exact and self.seeds else super().obstacle
+
+    @property
     def tested(self) -> Tested | None:
-        has_interval = self.points is not None and self.points.half_width is not None
-        is_excluded = self.differences or self.failed or self.is_exact
-        return self.points if has_interval and self.is_finished and not is_excluded else None
+        return None if self.is_exact else super().tested
 
     def decision_by(self, is_different: bool, is_near: bool) -> str:
         if self.is_exact:
@@ -351,7 +362,8 @@ def judge_accuracy(
 ) -> AccuracyVerdict:
     """Compare the final accuracies of two configurations over the seeds that both completed."""
     first, second = pair
-    finding = find_trained(record, group, pair)
+    # Sharing a GPU changes no accuracy.
+    finding = replace(find_trained(record, group, pair), ranks_per_gpu=None)
     ends = [[run.evaluations[-1] for run in both] for both in pairs_of(group, pair)]
     ended, is_equal = ended_at(group, pair), is_bit_equal(group, pair)
     failed = failed_runs(group, pair)

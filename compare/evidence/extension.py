@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compare.evidence.goals import Goal
-from compare.evidence.judgement import UNDECIDED
+from compare.evidence.judgement import UNDECIDED, Obstacle
 from compare.evidence.paired import (
     HALF_WIDTHS_OF_80_PERCENT,
     confidence_after,
@@ -33,7 +33,7 @@ class Extension:
 def is_open(finding: Verdict | Goal) -> bool:
     """Return whether a finished comparison has left this undecided, and more blocks can decide it:
     not if the sides differ, or if a known delay lies outside of the interval."""
-    if not finding.is_finished or finding.differences or finding.speed is None:
+    if finding.speed is None or finding.obstacle not in (None, Obstacle.FEW_BLOCKS):
         return False
     if isinstance(finding, Verdict) and finding.delay is not None and finding.speed.low:
         low, high = finding.speed.low, finding.speed.high or math.inf

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from compare.evidence.accuracy import AccuracyVerdict, has_seeds, judge_accuracy
 from compare.evidence.group import Group
-from compare.evidence.judgement import UNDECIDED, Finding, Tested, decided, find
+from compare.evidence.judgement import UNDECIDED, Finding, Obstacle, Tested, decided, find
 from compare.evidence.record import Record
 
 # Decisions, beside UNDECIDED.
@@ -44,18 +44,19 @@ class Goal(Finding):
     accuracy: AccuracyVerdict | None = None  # of a goal of accuracy; its unit is then POINTS
 
     @property
+    def obstacle(self) -> Obstacle | None:
+        if self.accuracy is None:
+            return super().obstacle
+        return self.accuracy.obstacle or (None if self.is_finished else Obstacle.UNFINISHED)
+
+    @property
     def tested(self) -> Tested | None:
         return super().tested if self.accuracy is None else self.accuracy.tested
 
     @property
     def is_exact(self) -> bool:
         """Whether the difference of accuracies is exactly 0, which needs no test."""
-        known = self.accuracy
-        return known is not None and known.is_exact and known.is_finished and known.seeds > 0
-
-    @property
-    def is_judged(self) -> bool:
-        return self.is_exact or super().is_judged
+        return self.accuracy is not None and self.accuracy.is_exact and self.obstacle is None
 
     @property
     def found(self) -> Found | None:
@@ -116,8 +117,7 @@ def goal_of_speed(record: Record, group: Group, name: str, least: float) -> Goal
 
 
 def goal_of_accuracy(record: Record, group: Group, name: str, least: float) -> Goal:
-    """Return a goal for the difference of two sides' final accuracies. It is judged also where
-    ranks shared a GPU, which changes no accuracy."""
+    """Return a goal for the difference of two sides' final accuracies."""
     first, _, second = name.partition(":")
     labels = {side: side for side in record.configurations}
     verdict = judge_accuracy(record, group, (first, second), labels)
@@ -147,6 +147,6 @@ def gate_result(comparisons: Sequence[Sequence[Goal]]) -> str:
     decisions = {goal.decision for goal in goals}
     if MISSED in decisions:
         return FAILED
-    if not all(comparisons) or not all(goal.is_judged for goal in goals):
+    if not all(comparisons) or any(goal.obstacle for goal in goals):
         return NOT_JUDGED
     return UNDECIDED if UNDECIDED in decisions else PASSED

@@ -3,6 +3,7 @@ speeds and accuracies, goals, and the all-reduces' speeds obey."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import TypeVar
 
 from compare.evidence.equality import Fact
@@ -15,6 +16,20 @@ Tested = Estimate | PointDifference
 F = TypeVar("F", bound="Finding")
 
 
+class Obstacle(Enum):
+    """Why nothing may be concluded. (Stopping whenever the figures look good finds differences that
+    do not exist, so the measurement must be finished.)"""
+
+    OTHER_WORK = auto()  # the sides differ in more than the plan varies
+    SHARED_GPU = auto()  # by ranks, whose speeds then mean nothing
+    FAILED = auto()  # trainings: the others alone would favour the side that fails
+    ENDED_EARLY = auto()  # trainings, by --desired-acc: final accuracies then say nothing
+    NOT_REACHED = auto()  # the accuracy, by trainings, so that there is no ratio of times to it
+    UNFINISHED = auto()  # the plan needs more blocks
+    NO_BLOCKS = auto()  # that both sides completed
+    FEW_BLOCKS = auto()  # too few for an interval
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """What the blocks of one case at one number of workers show of some sides. A kind of findings
@@ -22,9 +37,9 @@ class Finding:
 
     case: str = ""
     workers: int = 0
-    differences: tuple[Fact, ...] = ()  # that forbid a judgement
-    ranks_per_gpu: int | None = None  # several: their speeds mean nothing
-    is_finished: bool = True  # False: the plan needs more blocks, and nothing is decided yet
+    differences: tuple[Fact, ...] = ()  # that the plan does not vary
+    ranks_per_gpu: int | None = None  # None: no rank shares a GPU
+    is_finished: bool = True
     speed: Estimate | None = None  # of a ratio, or a speed; None: no blocks, or one of the above
     family: int = 1  # number of findings that Holm's correction covers
     decision: str = UNDECIDED
@@ -35,17 +50,34 @@ class Finding:
         return self.case, self.workers
 
     @property
-    def tested(self) -> Tested | None:
-        """The estimate that decides; None if nothing may be concluded. The measurement must be
-        finished, the sides may differ only in what the plan varies, and there must be an interval.
-        (Stopping whenever the figures look good finds differences that do not exist.)"""
-        has_interval = self.speed is not None and self.speed.low is not None
-        return self.speed if has_interval and self.is_finished and not self.differences else None
+    def estimate(self) -> Tested | None:
+        """What was found, with its interval."""
+        return self.speed
 
     @property
-    def is_judged(self) -> bool:
-        """Whether anything may be concluded."""
-        return self.tested is not None
+    def own_obstacle(self) -> Obstacle | None:
+        """An obstacle that only this kind of findings has."""
+        return None
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """The first reason for which nothing may be concluded; None if something may."""
+        if self.differences:
+            return Obstacle.OTHER_WORK
+        if self.ranks_per_gpu:
+            return Obstacle.SHARED_GPU
+        if self.own_obstacle:
+            return self.own_obstacle
+        if not self.is_finished:
+            return Obstacle.UNFINISHED
+        if self.estimate is None:
+            return Obstacle.NO_BLOCKS
+        return Obstacle.FEW_BLOCKS if self.estimate.ends is None else None
+
+    @property
+    def tested(self) -> Tested | None:
+        """The estimate that decides; None if there is nothing to test."""
+        return None if self.obstacle else self.estimate
 
     def p_values(self, tested: Tested) -> tuple[float, float]:
         """Return the p-values of two hypotheses: that there is no difference, and that there is one

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from compare.evidence.equality import Fact
 from compare.evidence.group import Group
-from compare.evidence.judgement import UNDECIDED, Finding, Tested, decided, find
+from compare.evidence.judgement import UNDECIDED, Finding, Obstacle, Tested, decided, find
 from compare.evidence.paired import Estimate
 from compare.evidence.record import Record
 from compare.evidence.turns import work_per_cpu_second
@@ -80,6 +80,11 @@ class Verdict(OnPair):
     unreached: tuple[NotReached, ...] = ()
 
     @property
+    def own_obstacle(self) -> Obstacle | None:
+        is_missed = self.target_top1 is not None and bool(self.unreached or self.failed)
+        return Obstacle.NOT_REACHED if is_missed and self.speed is None else None
+
+    @property
     def tested(self) -> Tested | None:
         """A null test's control tests the measurement, by a rule of its own: `finds_delay`."""
         return super().tested if self.delay is None else None
@@ -94,15 +99,9 @@ class Verdict(OnPair):
         return "faster" if self.finds_delay else UNDECIDED
 
     @property
-    def has_no_ratio(self) -> bool:
-        """Whether there is no ratio of times to an accuracy, because trainings did not reach it."""
-        is_of_times = self.target_top1 is not None
-        return is_of_times and self.speed is None and bool(self.unreached or self.failed)
-
-    @property
     def finds_delay(self) -> bool:
         """Whether the interval contains the known delay and excludes 1."""
-        if self.delay is None or not self.is_finished or self.differences or self.speed is None:
+        if self.delay is None or self.obstacle or self.speed is None:
             return False
         low, high = self.speed.low or 0, self.speed.high or 0
         return 1 < low <= 1 + self.delay <= high

@@ -3,6 +3,7 @@
 import math
 
 from compare.evidence.accuracy import AccuracyVerdict
+from compare.evidence.judgement import Obstacle
 from compare.evidence.verdicts import NotReached
 from compare.evidence.words import count, place_text, points_text
 from compare.page.sentences import failed_text, said
@@ -16,27 +17,29 @@ CLAIMS = {
     "lower": "{second} ended {mean:.2f} points of top-1 above {first}",
     "undecided": "it is undecided whether {both} are equally accurate",
 }
+OPEN = {
+    Obstacle.OTHER_WORK: "no verdict on the accuracy of {both}: the runs differ in more than the "
+    "plan varies",
+    Obstacle.FAILED: "no verdict on the accuracy of {both}: {failed}",
+    Obstacle.ENDED_EARLY: "the final accuracies of {both} are not compared: trainings ended when "
+    "they had reached {accuracies} (--desired-acc)",
+    Obstacle.NO_BLOCKS: "no verdict on the accuracy of {both}: no seed was completed by both",
+    Obstacle.UNFINISHED: "nothing is decided on the accuracy of {both} yet",
+    Obstacle.FEW_BLOCKS: "nothing is decided on the accuracy of {both}: an interval needs "
+    f"{MIN_BLOCKS} seeds",
+}
 
 
 def accuracy_claim(verdict: AccuracyVerdict) -> str:
     """Return a verdict on accuracy in words, with the labels of both sides."""
     both, points = f"{verdict.first_label} and {verdict.second_label}", verdict.points
-    if verdict.differences:
-        return f"no verdict on the accuracy of {both}: the runs differ in more than the plan varies"
-    if verdict.failed:
-        return f"no verdict on the accuracy of {both}: {failed_text(verdict)}"
-    if verdict.ended_at and not verdict.is_exact:
-        accuracies = " or ".join(f"{one:g} %" for one in verdict.ended_at)
-        return (
-            f"the final accuracies of {both} are not compared: trainings ended when they had "
-            f"reached {accuracies} (--desired-acc)"
+    if verdict.obstacle:
+        return OPEN[verdict.obstacle].format(
+            both=both,
+            failed=failed_text(verdict),
+            accuracies=" or ".join(f"{one:g} %" for one in verdict.ended_at),
         )
-    if points is None:
-        return f"no verdict on the accuracy of {both}: no seed was completed by both"
-    if not verdict.is_exact and points.half_width is None:
-        return f"nothing is decided on the accuracy of {both}: an interval needs {MIN_BLOCKS} seeds"
-    if not verdict.is_exact and not verdict.is_finished:
-        return f"nothing is decided on the accuracy of {both} yet"
+    assert points is not None  # else there is an obstacle
     return CLAIMS[verdict.decision].format(
         both=both,
         first=verdict.first_label,

@@ -6,7 +6,7 @@ from typing import Any
 
 from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.goals import Goal
-from compare.evidence.judgement import UNDECIDED
+from compare.evidence.judgement import UNDECIDED, Obstacle
 from compare.evidence.paired import Estimate
 from compare.evidence.verdicts import Verdict
 from compare.evidence.words import count, place_text, ratio_text
@@ -25,6 +25,16 @@ from compare.plan.blocks import MIN_BLOCKS
 MOST_LISTED = 6  # findings that a few sentences can hold; of more, most are only counted
 OF_ENGINES = "the ratio DDP / Horovod"  # begins the name of an interaction
 DIFFERENT, UNFINISHED = "different", "not finished"
+OPEN = {
+    Obstacle.OTHER_WORK: "whose runs differ in more than the plan varies",
+    Obstacle.SHARED_GPU: "whose ranks share a GPU",
+    Obstacle.FAILED: "with trainings that failed",
+    Obstacle.ENDED_EARLY: "whose trainings --desired-acc ended",
+    Obstacle.NOT_REACHED: "without a ratio of times, since trainings did not reach the accuracy",
+    Obstacle.NO_BLOCKS: f"with fewer than {MIN_BLOCKS} blocks",
+    Obstacle.UNFINISHED: UNFINISHED,
+    Obstacle.FEW_BLOCKS: f"with fewer than {MIN_BLOCKS} blocks",
+}
 
 
 def headline(verdicts: Sequence[Verdict], goals: Sequence[Goal]) -> list[str]:
@@ -85,23 +95,10 @@ def headline_of_accuracy(verdicts: Sequence[AccuracyVerdict]) -> list[str]:
 
 def kind(finding: Verdict | Goal) -> str:
     """Return in a few words how a finding ended, as in "2 undecided"."""
-    if finding.differences:
-        return "whose runs differ in more than the plan varies"
-    if finding.ranks_per_gpu:
-        return "whose ranks share a GPU"
-    if not finding.is_finished:
-        return UNFINISHED
-    if isinstance(finding, Goal) and finding.accuracy and finding.accuracy.failed:
-        return "with trainings that failed"
-    if isinstance(finding, Goal) and finding.accuracy and finding.accuracy.ended_at:
-        return finding.decision if finding.is_judged else "whose trainings --desired-acc ended"
-    if isinstance(finding, Verdict) and finding.has_no_ratio:
-        return "without a ratio of times, since trainings did not reach the accuracy"
-    few = f"with fewer than {MIN_BLOCKS} blocks"
+    if finding.obstacle:
+        return OPEN[finding.obstacle]
     if isinstance(finding, Goal):
-        return finding.decision if finding.is_judged else few
-    if finding.speed is None or finding.speed.low is None:
-        return few
+        return finding.decision
     if finding.delay is not None:
         return f"{'with' if finding.decision == 'faster' else 'without'} the known delay"
     if finding.decision in ("faster", "slower"):
@@ -178,7 +175,7 @@ def goal_clause(goal: Goal, is_placed: bool) -> str:
         shown = ", {} ({} to {})".format(*figures)
         if kind(goal) == UNDECIDED and (low >= goal.tolerated or high < goal.least):
             shown += corrected("goal", goal.family)
-    elif found and goal.is_judged:
+    elif found and goal.obstacle is None:
         shown = f", {goal_figure(goal, found.value)}, as the weights are identical"
     least = goal_figure(goal, goal.least)
     return f"goal {goal_sides(goal)} ≥ {least}{place}: {goal_verdict(goal)}{shown}"

@@ -334,7 +334,7 @@ class Report:
         """How far one occasion reaches: the first pair's ratio over occasions, as pooling gives it
         for this one alone. "" where occasions need not differ as the recorded ones."""
         first = self.verdicts[0] if self.verdicts else None
-        if first is None or first.speed is None or not first.is_judged or first.is_null_test:
+        if first is None or first.speed is None or first.obstacle or first.is_null_test:
             return ""
         if not self.record.group_at(*first.place).is_as_recorded or not first.speed.error:
             return ""

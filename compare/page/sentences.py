@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from compare.evidence.accuracy import AccuracyVerdict
 from compare.evidence.equality import OF_SCRIPT
 from compare.evidence.goals import Goal
+from compare.evidence.judgement import Obstacle
 from compare.evidence.paired import Estimate
 from compare.evidence.record import Record
 from compare.evidence.verdicts import DIFFERENT, Verdict
@@ -47,6 +48,24 @@ TO_ACCURACY = {
 WITH_DELAY = {
     "faster": "a delay of {delay} was found in {first}",
     "undecided": "a delay of {delay} was not found in {first}",
+}
+OPEN = {
+    Obstacle.OTHER_WORK: "no verdict on {both}: the runs differ in more than the plan varies",
+    Obstacle.SHARED_GPU: f"no verdict on the speeds of {{both}}: {SHARED_GPU}",
+    Obstacle.NOT_REACHED: "no ratio of times to {target} top-1 between {both}: {unreached}",
+    Obstacle.NO_BLOCKS: "no verdict on {both}: no block was completed by both",
+    Obstacle.UNFINISHED: "nothing is decided between {both} yet",
+    Obstacle.FEW_BLOCKS: f"nothing is decided between {{both}}: an interval needs {MIN_BLOCKS} "
+    "blocks",
+}
+OPEN_GOALS = {
+    Obstacle.OTHER_WORK: "no verdict: {differences}",
+    Obstacle.SHARED_GPU: f"no verdict: {SHARED_GPU}",
+    Obstacle.FAILED: "no verdict: {failed}",
+    Obstacle.ENDED_EARLY: "no verdict: --desired-acc ended the trainings",
+    Obstacle.NO_BLOCKS: f"an interval needs {MIN_BLOCKS} blocks",
+    Obstacle.UNFINISHED: "not finished",
+    Obstacle.FEW_BLOCKS: f"an interval needs {MIN_BLOCKS} blocks",
 }
 UNFIT = (
     ". This machine or this plan is not fit to measure differences of {difference} (chance alone "
@@ -99,20 +118,15 @@ def capitalised(text: str, verdicts: Iterable[Verdict | AccuracyVerdict]) -> str
 
 def claim(verdict: Verdict) -> str:
     """Return a verdict in words, with the labels of both sides."""
-    speed, both = verdict.speed, f"{verdict.first_label} and {verdict.second_label}"
-    target = f"{verdict.target_top1 or 0:g} %"
-    if verdict.differences:
-        return f"no verdict on {both}: the runs differ in more than the plan varies"
-    if verdict.ranks_per_gpu:
-        return f"no verdict on the speeds of {both}: {SHARED_GPU}"
-    if verdict.has_no_ratio:
-        return f"no ratio of times to {target} top-1 between {both}: {unreached_text(verdict)}"
-    if speed is None:
-        return f"no verdict on {both}: no block was completed by both"
-    if speed.low is None:
-        return f"nothing is decided between {both}: an interval needs {MIN_BLOCKS} blocks"
-    if not verdict.is_finished:
-        return f"nothing is decided between {both} yet"
+    speed, target = verdict.speed, f"{verdict.target_top1 or 0:g} %"
+    if verdict.obstacle:
+        return OPEN[verdict.obstacle].format(
+            both=f"{verdict.first_label} and {verdict.second_label}",
+            target=target,
+            unreached=unreached_text(verdict),
+        )
+    assert speed is not None and speed.ends is not None  # else there is an obstacle
+    low, high = speed.ends
     claims = OF_ITSELF if verdict.is_null_test else CLAIMS
     claims = WITH_DELAY if verdict.delay is not None else claims
     claims = TO_ACCURACY if verdict.target_top1 is not None else claims
@@ -121,8 +135,8 @@ def claim(verdict: Verdict) -> str:
         second=verdict.second_label,
         ratio=ratio_text(speed),
         inverse=ratio_text(speed.inverse()),
-        low=f"{speed.low:.{digits(speed)}f}",
-        high=f"{speed.high:.{digits(speed)}f}",
+        low=f"{low:.{digits(speed)}f}",
+        high=f"{high:.{digits(speed)}f}",
         bound=bound_text(speed),
         delay=percent_text(verdict.delay or 0),
         target=target,
@@ -163,7 +177,7 @@ def seeds_text(seeds: Sequence[str]) -> str:
 
 def remark(verdict: Verdict, speed: Estimate) -> str:
     """Return what follows the claim of a null test that failed: what it means, what to do."""
-    if not verdict.is_null_test or not verdict.is_finished or speed.low is None:
+    if not verdict.is_null_test or verdict.obstacle:
         return ""
     if verdict.delay is not None:
         return NOT_FOUND if verdict.decision == "undecided" else ""
@@ -268,17 +282,12 @@ def correction_text(
 
 def goal_verdict(goal: Goal) -> str:
     """Say whether a goal is reached, or why that is not judged."""
-    if goal.differences:
-        return f"no verdict: {'; '.join(map(difference_text, goal.differences))}"
-    if goal.ranks_per_gpu:
-        return f"no verdict: {SHARED_GPU}"
-    if goal.accuracy and goal.accuracy.failed:
-        return f"no verdict: {failed_text(goal.accuracy)}"
-    if not goal.is_finished:
-        return "not finished"
-    if goal.accuracy and goal.accuracy.ended_at and not goal.is_judged:
-        return "no verdict: --desired-acc ended the trainings"
-    return goal.decision if goal.is_judged else f"an interval needs {MIN_BLOCKS} blocks"
+    if goal.obstacle is None:
+        return goal.decision
+    return OPEN_GOALS[goal.obstacle].format(
+        differences="; ".join(map(difference_text, goal.differences)),
+        failed=failed_text(goal.accuracy) if goal.accuracy else "",
+    )
 
 
 def goal_sides(goal: Goal) -> str:

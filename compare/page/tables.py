@@ -12,6 +12,7 @@ import tabulate
 
 from compare.evidence.accuracy import POWER, SIZES, AccuracyVerdict
 from compare.evidence.goals import Goal
+from compare.evidence.judgement import Obstacle
 from compare.evidence.occasions import RECORDED_DEGREES, RECORDED_SPREAD
 from compare.evidence.paired import INTERVAL, Difference, Estimate
 from compare.evidence.words import digits, place_text, points_text, three_digits
@@ -520,8 +521,8 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
         return goal.accuracy.seeds if goal.accuracy else speeds
 
     def verdict(goal: Goal) -> TableCell:
-        is_judged = goal.is_finished and not (goal.differences or goal.ranks_per_gpu)
-        return TableCell(goal_verdict(goal), is_alarm=not is_judged)
+        is_alarm = goal.obstacle not in (None, Obstacle.FEW_BLOCKS)
+        return TableCell(goal_verdict(goal), is_alarm=is_alarm)
 
     question = Column("question", lambda goal: goal.question, is_number=False)
     columns = (

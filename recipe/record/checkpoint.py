@@ -40,6 +40,8 @@ EXPORTED = {"arch", "step", "weights"}  # metadata of `recipe.record.export`, be
 NORMALISATION = ("image_mean", "image_std")
 # The settings that change the network of --arch.
 NETWORK = ("small_stem", "blur_pool")
+# The settings of both kinds that weights do not show by their names and shapes.
+NOT_IN_WEIGHTS = ("blur_pool", *NORMALISATION)
 WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
@@ -280,7 +282,7 @@ def load_weights(model: nn.Module, config: Config, data: Data) -> None:
     elif not is_own:
         _warn_of_text_order(name, data)
     if is_own:
-        _warn_of_other_pixels(name, contents.get("config", {}), config)
+        _warn_of_other_settings(name, contents.get("config", {}), config)
     otherwise = "" if config.new_head else ", or replace the last layer with --new-head"
     load_state(model, state, name, otherwise)
     _say_which(contents, name)
@@ -315,11 +317,12 @@ def _warn_of_text_order(name: str, data: Data) -> None:
         )
 
 
-def _warn_of_other_pixels(name: str, trained: Mapping[str, Any], config: Config) -> None:
-    """Warn if the weights `name` were trained on images that were normalised in another way;
-    `trained` has the settings of that training."""
-    for setting in NORMALISATION:
-        then, now = tuple(setting_in(trained, setting)), getattr(config, setting)
+def _warn_of_other_settings(name: str, trained: Mapping[str, Any], config: Config) -> None:
+    """Warn if the weights `name` were trained with other settings that they do not show; `trained`
+    has the settings of that training."""
+    for setting in NOT_IN_WEIGHTS:
+        then, now = setting_in(trained, setting), getattr(config, setting)
+        then = tuple(then) if isinstance(then, list) else then
         if then != now:
             print(
                 f"warning: {name}: was trained with {spelled(setting)} {written(then)}, and this "
@@ -440,7 +443,7 @@ def _read_safetensors(content: bytes, name: str) -> Any:
         if not EXPORTED.issubset(metadata):
             return state
         classes = json.loads(metadata.get("classes", "[]"))
-        config = {name: json.loads(metadata[name]) for name in NORMALISATION if name in metadata}
+        config = {name: json.loads(metadata[name]) for name in NOT_IN_WEIGHTS if name in metadata}
     except (SafetensorError, ValueError) as error:
         raise UserError(f"{name}: is damaged ({first_line(error)}); fetch it again") from None
     return {"format": FORMAT, "model": state, "classes": classes, "config": config}
