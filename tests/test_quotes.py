@@ -25,7 +25,7 @@ from compare.evidence.occasions import RECORDED_SPREAD, pool
 from compare.evidence.paired import Estimate, estimate_logs
 from compare.evidence.record import FILE, read_comparison
 from compare.evidence.turns import Block
-from compare.evidence.words import ratio_text
+from compare.evidence.words import points_text, ratio_text
 from compare.page import allreduce
 from compare.page.chart import standalone
 from compare.page.formats import as_markdown
@@ -42,7 +42,7 @@ QUOTE = re.compile(
     rf"{NUMBER}(?: %| times as [^(,.]*)?(?: \(|, (?:95 % interval )?){NUMBER} to {NUMBER}(?!\.?\d)"
 )
 INTERVAL = re.compile(r"\d\.\d+ to \d\.\d+(?! %)")
-PICTURED = "xeon-amx-2-cores/2026-11-25-stock-1"
+PICTURED = "epyc-2-cores/2026-11-28-stock-3"
 PICTURES = {  # of docs/, each with its record
     "verdict.svg": PICTURED,
     "torch-versions.svg": "epyc-2-cores/2026-11-28-torch-versions",
@@ -170,7 +170,7 @@ def test_rows_of_ratios_are_in_the_order_of_the_verdicts() -> None:
     for section in sections("docs/results.md"):
         folders = linked(section)
         known = [[one["pooled"].ratio for one in both.occasions] for both in together(folders)]
-        for folder in folders if "square" in section else ():
+        for folder in folders if re.search("square|stock", section) else ():
             known.append([one.ratio for one in report_of(folder).ratios.values()])
         for row in re.findall(r"^\|.*", section, re.MULTILINE):
             said = [float(ratio) for ratio, *_ in QUOTE.findall(row)]
@@ -302,7 +302,7 @@ def test_the_page_says_how_much_occasions_differed() -> None:
     of_all, of_squares = (float(one) for one in re.findall(r"([\d.]+) %", limit))
     assert of_squares == round(100 * largest[True], 1)
     assert of_all == round(100 * max(largest.values()), 1)
-    assert math.sqrt(squares / degrees) == pytest.approx(RECORDED_SPREAD, rel=0.02)
+    assert math.sqrt(squares / degrees) == pytest.approx(RECORDED_SPREAD, rel=0.1)
 
 
 def test_what_the_readme_pools_is_decided_if_it_is_corrected() -> None:
@@ -381,13 +381,22 @@ def test_the_preset_s_accuracy_is_that_of_its_record() -> None:
 
 
 def test_the_accuracies_of_settings_are_those_of_the_record() -> None:
+    """Of each seed, and the mean difference from the plain recipe with its interval."""
+    report = report_of("epyc-2-cores/2026-11-28-settings")
     page = (ROOT / "docs/results.md").read_text()
-    quoted = re.findall(r"\n\| `([\w-]+)`.*?\| (\d\d\.\d\d) \|", page)
-    last = {
-        run.configuration: [line["top1"] for line in run.metrics if line["kind"] == "eval"][-1]
-        for run in report_of("epyc-2-cores/2026-11-28-settings").record.complete
-    }  # of "average" the moving average's, which is evaluated last
-    assert {name: float(top1) for name, top1 in quoted} == last
+    top1 = r"\d\d\.\d\d"
+    quoted = re.findall(rf"\n\| `([\w-]+)`.*?\| ({top1}(?:, {top1})*) \| ?(.*?) ?\|", page)
+    of_seeds = defaultdict[str, list[str]](list)
+    for run in report.record.complete:  # of "average" the moving average, which is evaluated last
+        of_seeds[run.configuration].append(f"{run.evaluations[-1].top1:.2f}")
+    less_plain = {"plain": ""}
+    for verdict in report.accuracies:
+        assert verdict.points and verdict.points.half_width
+        mean, half = verdict.points.mean, verdict.points.half_width
+        less_plain[verdict.first] = f"{points_text(mean)} ± {half:.2f}"
+    assert {name: (seeds, less) for name, seeds, less in quoted} == {
+        name: (", ".join(seeds), less_plain[name]) for name, seeds in of_seeds.items()
+    }
 
 
 def test_the_learning_curves_are_those_of_the_record() -> None:
