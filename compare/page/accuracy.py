@@ -17,7 +17,7 @@ CLAIMS = {
     "lower": "{second} ended {mean:.2f} points of top-1 above {first}",
     "undecided": "it is undecided whether {both} are equally accurate",
 }
-OPEN = {
+NO_VERDICT = {
     Obstacle.OTHER_WORK: "no verdict on the accuracy of {both}: the runs differ in more than the "
     "plan varies",
     Obstacle.FAILED: "no verdict on the accuracy of {both}: {failed}",
@@ -34,7 +34,7 @@ def accuracy_claim(verdict: AccuracyVerdict) -> str:
     """Return a verdict on accuracy in words, with the labels of both sides."""
     both, points = f"{verdict.first_label} and {verdict.second_label}", verdict.points
     if verdict.obstacle:
-        return OPEN[verdict.obstacle].format(
+        return NO_VERDICT[verdict.obstacle].format(
             both=both,
             failed=failed_text(verdict),
             accuracies=" or ".join(f"{one:g} %" for one in verdict.ended_at),

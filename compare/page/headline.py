@@ -25,7 +25,7 @@ from compare.plan.blocks import MIN_BLOCKS
 MOST_LISTED = 6  # findings that a few sentences can hold; of more, most are only counted
 OF_ENGINES = "the ratio DDP / Horovod"  # begins the name of an interaction
 DIFFERENT, UNFINISHED = "different", "not finished"
-OPEN = {
+NO_VERDICT = {
     Obstacle.OTHER_WORK: "whose runs differ in more than the plan varies",
     Obstacle.SHARED_GPU: "whose ranks share a GPU",
     Obstacle.FAILED: "with trainings that failed",
@@ -96,7 +96,7 @@ def headline_of_accuracy(verdicts: Sequence[AccuracyVerdict]) -> list[str]:
 def kind(finding: Verdict | Goal) -> str:
     """Return in a few words how a finding ended, as in "2 undecided"."""
     if finding.obstacle:
-        return OPEN[finding.obstacle]
+        return NO_VERDICT[finding.obstacle]
     if isinstance(finding, Goal):
         return finding.decision
     if finding.delay is not None:

@@ -49,7 +49,7 @@ WITH_DELAY = {
     "faster": "a delay of {delay} was found in {first}",
     "undecided": "a delay of {delay} was not found in {first}",
 }
-OPEN = {
+NO_VERDICT = {
     Obstacle.OTHER_WORK: "no verdict on {both}: the runs differ in more than the plan varies",
     Obstacle.SHARED_GPU: f"no verdict on the speeds of {{both}}: {SHARED_GPU}",
     Obstacle.NOT_REACHED: "no ratio of times to {target} top-1 between {both}: {unreached}",
@@ -58,7 +58,7 @@ OPEN = {
     Obstacle.FEW_BLOCKS: f"nothing is decided between {{both}}: an interval needs {MIN_BLOCKS} "
     "blocks",
 }
-OPEN_GOALS = {
+NO_GOAL_VERDICT = {
     Obstacle.OTHER_WORK: "no verdict: {differences}",
     Obstacle.SHARED_GPU: f"no verdict: {SHARED_GPU}",
     Obstacle.FAILED: "no verdict: {failed}",
@@ -120,7 +120,7 @@ def claim(verdict: Verdict) -> str:
     """Return a verdict in words, with the labels of both sides."""
     speed, target = verdict.speed, f"{verdict.target_top1 or 0:g} %"
     if verdict.obstacle:
-        return OPEN[verdict.obstacle].format(
+        return NO_VERDICT[verdict.obstacle].format(
             both=f"{verdict.first_label} and {verdict.second_label}",
             target=target,
             unreached=unreached_text(verdict),
@@ -284,7 +284,7 @@ def goal_verdict(goal: Goal) -> str:
     """Say whether a goal is reached, or why that is not judged."""
     if goal.obstacle is None:
         return goal.decision
-    return OPEN_GOALS[goal.obstacle].format(
+    return NO_GOAL_VERDICT[goal.obstacle].format(
         differences="; ".join(map(difference_text, goal.differences)),
         failed=failed_text(goal.accuracy) if goal.accuracy else "",
     )
