@@ -38,7 +38,7 @@ FOUND, EXPERIMENTS = 0.8, 400  # which show such a share as 76 to 84 % (two stan
 MANY = 2000  # for small shares: these show 2.5 % as 1.8 to 3.2 %
 # The standard deviation of a ratio from block to block, of ROUNDS rounds: the quartiles of the
 # recorded comparisons by turns.
-NOISE = {"quiet": 0.017, "noisy": 0.032}
+NOISE = {"quiet": 0.018, "noisy": 0.037}
 ROUND_SECONDS = 0.65  # of a round of one side, as in results/epyc-2-cores/2026-11-28-rank-start
 STARTS = (9, 60)  # seconds of a side's start and end: as there, and of a slow one
 DIFFERENCES = (0.01, 0.02, 0.03, 0.05)
