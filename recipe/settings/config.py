@@ -222,9 +222,12 @@ def check(config: Config, engine: str, world_size: int) -> None:
         )
     )
     refuse(
-        *_mistakes(config),
+        *_mistakes_of_the_data(config),
+        *_mistakes_of_the_crops(config),
+        *_mistakes_of_the_network(config),
         *_mistakes_of_the_start(config),
-        *_mistakes_of_the_recipe(config),
+        *_mistakes_of_the_schedule(config),
+        *_mistakes_of_the_optimization(config),
         *_mistakes_of_the_precision(config),
         *_mistakes_of_the_exchange(config, engine, world_size),
     )
@@ -234,10 +237,9 @@ def check(config: Config, engine: str, world_size: int) -> None:
 Mistakes = list[tuple[Any, str]]
 
 
-def _mistakes(config: Config) -> Mistakes:
+def _mistakes_of_the_data(config: Config) -> Mistakes:
     folders = {"--train-dir": config.train_dir, "--val-dir": config.val_dir}
     given, missing = sorted(folders, key=lambda flag: not folders[flag])
-    low, high = config.random_crop_scale
     return [
         (
             not (config.data or config.train_dir or config.val_dir),
@@ -248,13 +250,32 @@ def _mistakes(config: Config) -> Mistakes:
             f"{given} {folders[given]}: {missing} is missing; give both, or --data DIR",
         ),
         (
+            config.dali and config.bad_images == "replace",
+            "--bad-images replace: cannot be combined with --dali, which does not say which image "
+            "it could not decode; leave one of the two out",
+        ),
+    ]
+
+
+def _mistakes_of_the_crops(config: Config) -> Mistakes:
+    low, high = config.random_crop_scale
+    first_size, padding = config.first_crop_size, config.random_crop_padding
+    begin, end = config.resize_epochs or (0, 0)
+    not_by_dali = {
+        "--auto-augment": config.auto_augment,
+        "--random-erase": config.random_erase,
+        "--first-crop-size": first_size,
+        "--random-crop-padding": padding is not None,
+    }
+    return [
+        (
             not 0 < low <= high <= 1,
             f"--random-crop-scale {low} {high}: give shares of the area with 0 < smallest <= "
             "largest <= 1",
         ),
         (
-            (config.random_crop_padding or 0) >= config.train_crop_size,
-            f"--random-crop-padding {config.random_crop_padding}: crops of --train-crop-size "
+            (padding or 0) >= config.train_crop_size,
+            f"--random-crop-padding {padding}: crops of --train-crop-size "
             f"{config.train_crop_size} could miss the image; give fewer pixels",
         ),
         (
@@ -263,20 +284,33 @@ def _mistakes(config: Config) -> Mistakes:
             f"({config.val_resize_size}); raise --val-resize-size",
         ),
         (
-            config.dali and config.bad_images == "replace",
-            "--bad-images replace: cannot be combined with --dali, which does not say which image "
-            "it could not decode; leave one of the two out",
-        ),
-        (config.nesterov and config.momentum == 0, "--nesterov: needs --momentum above 0"),
-        (
-            not all(0 <= beta < 1 for beta in config.betas),
-            f"--betas {config.betas[0]} {config.betas[1]}: give two numbers from 0 to below 1",
+            first_size is not None and padding is not None,
+            f"--first-crop-size {first_size}: cannot be combined with --random-crop-padding, "
+            "which resizes nothing; leave one of the two out",
         ),
         (
-            config.wd == 0 and config.optimizer in ("lars", "lamb", "apex-lamb"),
-            f"--wd 0: with --optimizer {config.optimizer} only weights that decay get a trust "
-            "ratio; give --wd above 0, or use sgd or adamw",
+            first_size is not None and first_size > config.train_crop_size,
+            f"--first-crop-size {first_size}: larger than --train-crop-size "
+            f"{config.train_crop_size}; images can only grow",
         ),
+        (
+            first_size is not None and not 0 <= begin < end <= config.epochs,
+            f"--first-crop-size {first_size}: needs the epochs in which images grow; give "
+            f"--resize-epochs BEGIN END with 0 <= BEGIN < END <= {config.epochs}",
+        ),
+        *(
+            (
+                config.dali and value,
+                f"{flag}: cannot be combined with --dali, which crops, resizes to one size and "
+                "flips",
+            )
+            for flag, value in not_by_dali.items()
+        ),
+    ]
+
+
+def _mistakes_of_the_network(config: Config) -> Mistakes:
+    return [
         (
             config.uses_timm and importlib.util.find_spec("timm") is None,
             f"{config.uses_timm}: needs timm, which is not installed here: pip install "
@@ -286,6 +320,21 @@ def _mistakes(config: Config) -> Mistakes:
             config.arch.startswith("timm:") and config.pretrained,
             "--pretrained: loads torchvision's weights, which do not fit timm's networks; give a "
             "file of timm's weights with --weights",
+        ),
+        (
+            config.drop_path and not config.arch.startswith("timm:"),
+            f"--drop-path {config.drop_path}: torchvision's {config.arch} has no setting for "
+            "stochastic depth; use one of timm's networks, such as --arch timm:resnet50",
+        ),
+        (
+            config.small_stem and not is_resnet(config.arch),
+            f"--small-stem: belongs to torchvision's ResNets, and --arch {config.arch} is none; "
+            "leave it out, or use a network such as resnet18",
+        ),
+        (
+            config.pretrained and config.small_stem,
+            "--small-stem: torchvision's weights are for a ResNet's first convolution of 7x7; "
+            "leave out --small-stem or --pretrained",
         ),
     ]
 
@@ -297,11 +346,6 @@ def _mistakes_of_the_start(config: Config) -> Mistakes:
             f"--name {config.name}: give the name of a folder in --log-dir, without a slash",
         ),
         (config.resume == "auto" and not config.name, "--resume auto: needs the run's --name"),
-        (
-            config.pretrained and config.small_stem,
-            "--small-stem: torchvision's weights are for a ResNet's first convolution of 7x7; "
-            "leave out --small-stem or --pretrained",
-        ),
         (
             config.pretrained and config.weights,
             f"--weights {config.weights}: --pretrained names other weights; give one of the two",
@@ -324,18 +368,9 @@ def _mistakes_of_the_start(config: Config) -> Mistakes:
     ]
 
 
-def _mistakes_of_the_recipe(config: Config) -> Mistakes:
+def _mistakes_of_the_schedule(config: Config) -> Mistakes:
     warmup = config.batch_size_warmup_epochs
     turns = (config.warmup_epochs, *config.lr_restart_epochs, config.epochs)
-    first_size, padding = config.first_crop_size, config.random_crop_padding
-    begin, end = config.resize_epochs or (0, 0)
-    mixing = {"--mixup-alpha": config.mixup_alpha, "--cutmix-alpha": config.cutmix_alpha}
-    not_by_dali = {
-        "--auto-augment": config.auto_augment,
-        "--random-erase": config.random_erase,
-        "--first-crop-size": config.first_crop_size,
-        "--random-crop-padding": padding is not None,
-    }
     return [
         (
             warmup >= config.epochs,
@@ -349,34 +384,25 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
             f"--batch-size {config.batch_size}",
         ),
         (
-            config.drop_path and not config.arch.startswith("timm:"),
-            f"--drop-path {config.drop_path}: torchvision's {config.arch} has no setting for "
-            "stochastic depth; use one of timm's networks, such as --arch timm:resnet50",
-        ),
-        (
-            config.small_stem and not is_resnet(config.arch),
-            f"--small-stem: belongs to torchvision's ResNets, and --arch {config.arch} is none; "
-            "leave it out, or use a network such as resnet18",
-        ),
-        (
-            first_size is not None and padding is not None,
-            f"--first-crop-size {first_size}: cannot be combined with --random-crop-padding, "
-            "which resizes nothing; leave one of the two out",
-        ),
-        (
-            first_size is not None and first_size > config.train_crop_size,
-            f"--first-crop-size {first_size}: larger than --train-crop-size "
-            f"{config.train_crop_size}; images can only grow",
-        ),
-        (
-            first_size is not None and not 0 <= begin < end <= config.epochs,
-            f"--first-crop-size {first_size}: needs the epochs in which images grow; give "
-            f"--resize-epochs BEGIN END with 0 <= BEGIN < END <= {config.epochs}",
-        ),
-        (
             config.lr_restart_epochs and any(epoch >= later for epoch, later in pairwise(turns)),
             f"--lr-restart-epochs {' '.join(map(str, config.lr_restart_epochs))}: give ascending "
             f"epochs between --warmup-epochs {config.warmup_epochs:g} and --epochs {config.epochs}",
+        ),
+    ]
+
+
+def _mistakes_of_the_optimization(config: Config) -> Mistakes:
+    mixing = {"--mixup-alpha": config.mixup_alpha, "--cutmix-alpha": config.cutmix_alpha}
+    return [
+        (config.nesterov and config.momentum == 0, "--nesterov: needs --momentum above 0"),
+        (
+            not all(0 <= beta < 1 for beta in config.betas),
+            f"--betas {config.betas[0]} {config.betas[1]}: give two numbers from 0 to below 1",
+        ),
+        (
+            config.wd == 0 and config.optimizer in ("lars", "lamb", "apex-lamb"),
+            f"--wd 0: with --optimizer {config.optimizer} only weights that decay get a trust "
+            "ratio; give --wd above 0, or use sgd or adamw",
         ),
         *(
             (
@@ -384,14 +410,6 @@ def _mistakes_of_the_recipe(config: Config) -> Mistakes:
                 f"{flag} {alpha}: mixes the images of a batch; raise --batch-size above 1",
             )
             for flag, alpha in mixing.items()
-        ),
-        *(
-            (
-                config.dali and value,
-                f"{flag}: cannot be combined with --dali, which crops, resizes to one size and "
-                "flips",
-            )
-            for flag, value in not_by_dali.items()
         ),
     ]
 
