@@ -122,6 +122,9 @@ def report_comparisons(
 
     found = [read_comparison(folder) for folder in find_comparisons(comparisons)]
     refuse_copies(found)
+    for record in found:
+        if record.problem and form != "text":
+            print(f"warning: {record.problem}", file=sys.stderr)
     reports = [Report(record) for record in found]
     if form == "text" and len(reports) == 1 and not (no_html or svg):
         html = html or found[0].folder / "report.html"
@@ -188,7 +191,7 @@ def run_report(words: list[str], name: str, error_code: int) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "compare":
             raise
-        packages = "msgspec scipy tabulate jinja2 tyro"
+        packages = "msgspec psutil scipy tabulate jinja2 tyro"
         python = Path(__file__).resolve().parents[1] / ".venv/bin/python"
         remedy = f"pip install {packages}, or call it with {python}"
         print(f"{name}: this needs {error.name}: {remedy}", file=sys.stderr)

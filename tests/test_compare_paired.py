@@ -258,7 +258,7 @@ def test_blocks_from_which_little_follows_are_warned_of():
         return " ".join(doubtful_blocks(SimpleNamespace(groups=groups, unfinished={}, plan=plan)))
 
     assert warnings(0.01) == "" and "3 blocks only" in warnings(0.01, number=3)
-    assert "one, 2 workers; other, 2 workers: turns of one step" in warnings(0.01, steps=1)
+    assert "one, 2 workers; other, 2 workers: each turn has one" in warnings(0.01, steps=1)
     assert "launches differ much" in warnings(0.1)
     assert "one, 2 workers (0.0" in warnings(0.0, opposed=True)
 

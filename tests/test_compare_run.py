@@ -69,7 +69,7 @@ if value("--empty") == run:
 if value("--slow") == run:
     (folder / "metrics.jsonl").write_text(line * 3)
     time.sleep(2)
-speed = 1234.5
+speed = None if value("--speedless") == run else 1234.5
 if "--spread" in words:  # the speeds of the blocks differ
     random.seed(run)
     speed *= random.uniform(0.5, 2)
@@ -319,6 +319,13 @@ def test_a_failed_run_is_kept_shown_and_tried_again(comparing):
     assert comparing.names()[runs:] == [place]
     log = comparing.folder / f"out/{place}.failed-1/output.log"
     assert "the gradients went away" in log.read_text()
+
+
+def test_a_run_that_cannot_be_used_is_not_made_again_and_the_command_ends(comparing):
+    command = [*SMALL, "--", "--speedless", "block-1/horovod-mpi-1"]
+    for _ in range(2):
+        assert "1 of 4 runs failed" in comparing.run(*command, code=1)
+        assert len(comparing.starts()) == 4
 
 
 @pytest.mark.parametrize("mark", ["", "[rank 1 on node1] ", "[1,0]<stderr>:"])

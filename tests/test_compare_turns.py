@@ -113,9 +113,11 @@ def test_the_square_parts_engine_and_transport(square):
     [
         ({"blocks": 12}, "10 of 12 blocks"),
         ({"blocks": 10}, ""),
-        ({"blocks": None, "until_interval": 0.001, "minutes": 10}, "6.7 of 10 minutes are used"),
+        ({"blocks": None, "until_interval": 0.001, "minutes": 10}, "7.5 of 10 minutes are used"),
         ({"blocks": None, "until_interval": 0.1, "minutes": 10}, ""),
-        ({"blocks": None, "until_interval": 0.001, "minutes": 7.2}, ""),
+        # Ten blocks of 40 s, and four full runs of 12.5 s; another block would end after 8.17 min.
+        ({"blocks": None, "until_interval": 0.001, "minutes": 8.1}, ""),
+        ({"blocks": None, "until_interval": 0.001, "minutes": 8.2}, "7.5 of 8.2 minutes are used"),
     ],
 )
 def test_an_unfinished_measurement_is_named(square, plan, words):

@@ -695,10 +695,15 @@ def test_blocks_follow_until_the_intervals_are_narrow(bench, tmp_path, capsys):
 def test_rounds_follow_from_what_blocks_cost_and_fill_the_minutes(bench, tmp_path, capsys):
     bench.scatter = 0.3
     free = structs.replace(IN_BLOCKS, rounds=None)
-    by_cost = ((5, 20.0, [6] * 6), (10, 100.0, [10] * 4), (1, 40.0, [4] * 3))
+    by_cost = (
+        (5, 20.0, [6] * 6),
+        (10, 100.0, [10] * 4),
+        (1, 40.0, [4] * 3),  # even three blocks do not fit
+        (1, 150.0, [10] * 3),  # nor here: a third of the start's time
+    )
     for minutes, seconds, expected in by_cost:
         bench.cost = BlockCost(seconds, 5.0)
-        folder = tmp_path / str(minutes)
+        folder = tmp_path / f"{minutes}-{seconds}"
         folder.mkdir()
         blocks = measure(structs.replace(free, minutes=minutes), folder).groups[0].turns
         assert [block.num_rounds for block in blocks] == expected
@@ -723,7 +728,7 @@ def test_the_minutes_end_the_blocks_and_more_minutes_go_on(bench, tmp_path, caps
         "up to 6 min left",
         "plus 2 min in which other processes used",
         "the widest interval is +-",
-        "the command that narrows it",
+        "the report says how to go on",
     ):
         assert words in told
     measure(structs.replace(IN_BLOCKS, minutes=7), tmp_path)

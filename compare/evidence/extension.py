@@ -57,8 +57,10 @@ def extension_of(record: Record, findings: Sequence[Verdict | Goal]) -> Extensio
     blocks = max(blocks for blocks, _ in wanted)
     width = min(width for _, width in wanted)
     until = min(record.plan.until_interval, float(f"{width:.2g}"))  # as people write it
-    seconds = sum(group.block_seconds * max(blocks, group.num_blocks) for group in groups)
-    used = sum(group.seconds for group in groups)
+    used = sum(group.used_seconds for group in groups)
+    seconds = used + sum(
+        group.block_seconds * max(0, blocks - group.num_blocks) for group in groups
+    )
     disturbed = sum(group.disturbed_seconds for group in groups)
     return Extension(blocks, until, seconds, (seconds - used) * (1 + disturbed / max(1.0, used)))
 

@@ -58,8 +58,14 @@ class Group:
 
     @cached_property
     def seconds(self) -> float:
-        """The time of measuring, without the time in which other processes used the cores."""
+        """The time of its blocks, without the time in which other processes used the cores."""
         return sum(max(0.0, block.seconds - block.disturbed_seconds) for block in self.blocks)
+
+    @property
+    def used_seconds(self) -> float:
+        """The time that counts for --minutes: of its blocks, and of the whole runs beside turns."""
+        beside = self.complete if self.plan.measure == "turns" else []
+        return self.seconds + sum(run.seconds for run in beside)
 
     @cached_property
     def disturbed_seconds(self) -> float:

@@ -31,6 +31,8 @@ MIN_BLOCKS_TO_STOP = 10  # that the width of an interval needs to end a measurem
 # Standard error from blocks / standard error from their turns, in blocks of ROUNDS.
 BLOCKS_OVER_TURNS = math.sqrt(1 + LAUNCH_SHARE * ROUNDS)
 MIN_ROUNDS, MOST_ROUNDS = 4, 200  # in a block, where they follow from what was measured
+# The rounds' time / the time of start and end, in blocks that must be made though time is up.
+ROUNDS_OVER_START = 1 / 3
 MOST_STRETCH = 2  # times --minutes: where other processes use the cores, blocks end after so long
 
 
@@ -85,7 +87,7 @@ def rounds_of_block(
         return ROUNDS
     group = next(group for group in groups if group.place == place)
     cost = cost_of(group) if group.num_blocks else first
-    used = sum(group.seconds for group in groups)
+    used = sum(group.used_seconds for group in groups)
     stretch = 1 + sum(group.disturbed_seconds for group in groups) / max(1.0, used)
     most = 60 * plan.minutes * min(1, MOST_STRETCH / stretch)
     seconds = (most - used) / len(in_need(plan, groups))
@@ -97,13 +99,15 @@ def rounds_of_block(
 def narrowest_rounds(cost: BlockCost, seconds: float, taken: Sequence[int], launches: float) -> int:
     """Return the rounds of each block to come with which the mean over all blocks has the narrowest
     interval: an even number, as turns go forwards and backwards. The blocks to come fit into
-    `seconds`; with those measured, of the rounds `taken`, there are at least MIN_BLOCKS. Where so
-    many do not fit: MIN_ROUNDS. `launches`: variance of launches / of turns."""
+    `seconds`; with those measured, of the rounds `taken`, there are at least MIN_BLOCKS. So many
+    are made even if they do not fit: then rounds take ROUNDS_OVER_START of the time of a start, for
+    it would be wasted on fewer. `launches`: variance of launches / of turns."""
     rounds, needed = np.arange(MIN_ROUNDS, MOST_ROUNDS + 1, 2), max(1, MIN_BLOCKS - len(taken))
     more = seconds // (cost.start + rounds * cost.round)  # blocks to come
     rounds, more = rounds[more >= needed], more[more >= needed]
     if not len(rounds):
-        return MIN_ROUNDS
+        affordable = 2 * round(ROUNDS_OVER_START * cost.start / cost.round / 2)
+        return min(max(MIN_ROUNDS, affordable), MOST_ROUNDS)
     blocks = len(taken) + more
     variance = sum(launches + 1 / one for one in taken) + more * (launches + 1 / rounds)
     width = stdtrit(blocks - 1, 0.5 + CONFIDENCE / 2) * np.sqrt(variance) / blocks
@@ -120,7 +124,8 @@ def reason_to_stop(
 ) -> str:
     """Return why no further block is needed; empty if one is.
 
-    `blocks` have been measured in `seconds_used`; the next one takes at least `block_seconds`.
+    `blocks` have been measured; with the whole runs they took `seconds_used`. The next one takes
+    at least `block_seconds`.
     `disturbed_seconds` went by in addition, in which other processes used the cores. The estimates
     are those of all judged pairs.
     """
@@ -203,7 +208,7 @@ def reason_to_end(plan: Plan, groups: Sequence[Group]) -> str:
     return reason_to_stop(
         estimates_of(groups),
         min(group.num_blocks for group in judged or groups),
-        sum(group.seconds for group in groups),
+        sum(group.used_seconds for group in groups),
         sum(least_seconds(plan, group) for group in next_groups(plan, groups)),
         plan,
         sum(group.disturbed_seconds for group in groups),
@@ -230,6 +235,6 @@ def unfinished(plan: Plan, groups: Sequence[Group]) -> dict[tuple[str, int], str
         }
     if reason_to_end(plan, groups):
         return {}
-    used = sum(group.seconds for group in groups) / 60
+    used = sum(group.used_seconds for group in groups) / 60
     so_far = f"{used:.1f} of {plan.minutes:g} minutes are used"
     return {group.place: so_far for group in groups}  # all share the plan's minutes

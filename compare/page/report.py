@@ -17,7 +17,7 @@ from compare.evidence.accuracy import (
     judge_times,
     not_reached,
 )
-from compare.evidence.extension import extension_of
+from compare.evidence.extension import MOST_TIMES, extension_of, is_open
 from compare.evidence.goals import goals_of
 from compare.evidence.memory import KINDS, Leak, NewPages, leaks, new_pages
 from compare.evidence.occasions import RECORDED_SPREAD, Key, over_occasions, pool
@@ -86,21 +86,26 @@ OF_OCCASION = {"git_commit", "preset", "cache_dir", "interpreter", "script", "gp
 
 WARNINGS = "Warnings: these figures may be unreliable"
 OF_ONE_STEP = (
-    "turns of one step: the step before it takes as long and does not count, and exposed "
-    "communication rests on few steps"
+    "each turn has one counted step, so half of the time goes into lead-in steps, which do not "
+    "count, and exposed communication rests on few steps: give --steps 3 or more"
 )
 FEW_BLOCKS = (
     f"{MIN_BLOCKS} blocks only, the fewest that have an interval; they hardly show how much "
     "launches differ"
 )
 MUCH_SCATTER = (
-    "the variance between blocks is so many times what their turns predict: launches differ much "
-    "here, so few blocks say little"
+    "the blocks vary much more than their turns predict (in brackets: their variance / the "
+    "predicted one): launches differ much here, so few blocks say little"
 )
 LITTLE_SCATTER = (
-    "the variance between blocks is only so many times what their turns predict, by chance or "
-    "because disturbances even out within a block: intervals may be wider than they need be; of "
-    "two sides with fewer than five blocks, where only blocks count, narrow by luck"
+    "the blocks vary much less than their turns predict (in brackets: their variance / the "
+    "predicted one), by chance or because disturbances even out within a block. So intervals may "
+    "be wider than necessary; of two sides with fewer than five blocks, where only blocks count, "
+    "they may be too narrow by luck"
+)
+TOO_LONG = (
+    f"To decide the rest would take more than {MOST_TIMES} times as long as this measurement: "
+    "measure where fewer other processes run, or sides that start faster."
 )
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
@@ -251,17 +256,19 @@ class Report:
 
     @property
     def next_step(self) -> tuple[str, str]:
-        """How this comparison decides more: a sentence, and the command for it. The
-        command is empty if none does so. Both are if all is decided or would take too long, or if
-        this is a kept record or one of other sources, which run.py refuses to extend."""
+        """How this comparison decides more: a sentence, and the command for it, which is empty if
+        none does so. Both are if all is decided, or if this is a kept record or one of other
+        sources, which run.py refuses to extend."""
         record, end = self.record, list[str]()
         times = () if record.is_by_turns else self.times  # more turns are no more trainings
-        later = extension_of(record, [*self.verdicts, *times, *self.goals])
+        findings = [*self.verdicts, *times, *self.goals]
+        later = extension_of(record, findings)
         is_elsewhere = record.folder.resolve().is_relative_to(ROOT / "results")
         is_changed = record.plan.trainers_sha256 not in (None, sources_sha256(record.plan))
-        is_over = record.problem or not (record.unfinished or later)
-        if is_over or is_elsewhere or is_changed:
+        if record.problem or is_elsewhere or is_changed:
             return "", ""
+        if not (record.unfinished or later):
+            return (TOO_LONG if any(map(is_open, findings)) else ""), ""
         if record.unfinished and is_being_written(record.folder):
             return "The measurement is still running.", ""
         text = "This command continues the measurement:"
@@ -419,8 +426,8 @@ class Report:
             limits += [
                 "Other occasions. An interval describes this hour on this machine. When "
                 "comparisons were repeated on the recorded machines, their ratios differed between "
-                "occasions by a standard deviation of up to 6.1 % (two occasions of engines as "
-                "they come; up to 3.1 % in squares of engines and transports). Measure again at "
+                "occasions by a standard deviation of up to 6.1 % (stock engines, two occasions) "
+                "and up to 3.1 % (squares of engines and transports). Measure again at "
                 "other hours, and give report.py all folders.",
                 f"Small differences. A difference must be about {shown} to be found in 80 of 100 "
                 "such comparisons, and two thirds of that to be found in 50. Some verdicts may "
@@ -628,9 +635,9 @@ def doubtful_blocks(record: Record) -> Iterator[str]:
         if group.num_blocks == MIN_BLOCKS:
             places[FEW_BLOCKS].append(place)
         if scatter and scatter.variance_ratio > scatter.quantile(1 - error):
-            places[MUCH_SCATTER].append(f"{place} ({scatter.variance_ratio:.3g} times)")
+            places[MUCH_SCATTER].append(f"{place} ({scatter.variance_ratio:.3g})")
         if scatter and scatter.variance_ratio < scatter.quantile(error):
-            places[LITTLE_SCATTER].append(f"{place} ({scatter.variance_ratio:.2g} times)")
+            places[LITTLE_SCATTER].append(f"{place} ({scatter.variance_ratio:.2g})")
     for text, concerned in places.items():
         yield f"{'; '.join(concerned)}: {text}"
 

@@ -154,7 +154,7 @@ def trainer_config(engine: str, workers: int, words: tuple[str, ...]) -> Config:
 
 @dataclass(frozen=True)
 class Run:
-    """One start of one trainer: the unit of evidence."""
+    """One start of one trainer or of a user's script: a whole run, or a side of a block."""
 
     block: int  # 0: in no block
     configuration: Configuration
@@ -442,9 +442,9 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     minutes: Annotated[
         Annotated[float, Meta(gt=0, le=1e9)],
         flag(
-            "stop adding blocks after M minutes of measuring, but make at least three; time in "
-            "which other processes used the cores does not count, but no block is added after "
-            "twice M minutes in all (default: 10)",
+            "stop adding blocks when they and the full runs have taken M minutes, but make at "
+            "least three; time in which other processes used the cores does not count, but no "
+            "block is added after twice M minutes in all (default: 10)",
             "M",
         ),
     ] = 10.0

@@ -179,7 +179,8 @@ def list_plans() -> str:
     lines = ["Ready plans, for python compare/run.py NAME (what they hold: compare/plans/):", ""]
     for path in sorted(PLANS.glob("*.toml")):
         table = tomllib.loads(path.read_text())
-        lines += [path.stem, f"    {table['question']}", f"    {table['time']}"]
+        time = table.get("time") or f"up to {table['minutes']:g} minutes"
+        lines += [path.stem, f"    {table['question']}", f"    {time}"]
     return "\n".join(lines)
 
 

@@ -144,7 +144,10 @@ def measure(plan: Plan, record: Record) -> list[Run]:
             measure_block(plan, record)
         else:
             plan = replace(plan, blocks_there=plan.run_blocks + 1)
-            if failed := make_missing(plan.runs(), plan, record):
+            runs = plan.runs()
+            if not record.missing(runs):  # all were made, and some cannot be used
+                return [run for run in runs if record.outcome(run).status == "unreadable"]
+            if failed := make_missing(runs, plan, record):
                 return failed
         left = time_left(plan, record.groups)
         if plan.shares_launch:
@@ -209,13 +212,14 @@ def ratio_texts(group: Group) -> list[str]:
 def time_left(plan: Plan, groups: Sequence[Group]) -> str:
     """Return a text with the longest time that the remaining blocks may take, or with what is known
     of it before the first block; "" if none remain."""
+    used = sum(group.used_seconds for group in groups)
     if not all(group.num_blocks for group in groups):
         return (
-            f"up to {duration(60 * plan.minutes)}, but at least {count(MIN_BLOCKS, 'block')}"
+            f"up to {duration(max(0.0, 60 * plan.minutes - used))}, but at least "
+            f"{count(MIN_BLOCKS, 'block')}"
             if plan.blocks is None
             else f"{count(plan.blocks, 'block')} of unknown length"
         )
-    used = sum(group.seconds for group in groups)
     disturbed = sum(group.disturbed_seconds for group in groups)
     # Assume the same share of disturbed time as so far.
     stretch, least = 1 + disturbed / used, plan.blocks or MIN_BLOCKS
@@ -229,7 +233,7 @@ def time_left(plan: Plan, groups: Sequence[Group]) -> str:
 def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
     """Return a text that says why the measuring has ended, and how long it took."""
     text = (
-        f"{reason}: {duration(sum(group.seconds for group in groups))} of measuring, plus "
+        f"{reason}: {duration(sum(group.used_seconds for group in groups))} of measuring, plus "
         f"{duration(sum(group.disturbed_seconds for group in groups))} in which other processes "
         "used the cores"
     )
@@ -239,7 +243,7 @@ def ending_text(plan: Plan, groups: Sequence[Group], reason: str) -> str:
         widest = max(ratio.relative_half_width for ratio in estimates_of(groups))
         text += (
             f"\nthe widest interval is +-{percent_text(widest)}; if that leaves a pair undecided, "
-            "the report ends with the command that narrows it"
+            "the report says how to go on"
         )
     return text
 
