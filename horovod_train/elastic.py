@@ -91,7 +91,8 @@ def _watch_over(forker: RankForker, changed: threading.Event) -> int | None:
             print(f"rank {os.environ['HOROVOD_RANK']} was killed by {name}", file=sys.stderr)
     if word == OVER:
         return max(1, exit_code)
-    return exit_code if exit_code == 0 or not word else None
+    has_ended = exit_code == 0 or not word  # complete, or saved on a signal
+    return exit_code if has_ended else None
 
 
 def _request(method: str, path: str, body: str | None = None, timeout_s: float = 5.0) -> str:

@@ -61,8 +61,8 @@ class Turns(Protocol):
 def run(connect: Callable[[Config, World], Backend], turns: Turns) -> None:
     """Be an engine's side: read the flags, let the ranks `connect`, and sum until the end."""
     world = own_world()
-    start_watchdog(world)
     with one_message(world):
+        start_watchdog(world)
         call_tool(sys.argv[0], partial(sum_for_ever, connect, world, turns), "", sys.argv[1:])
 
 

@@ -132,7 +132,7 @@ def run_main(
     name: str,
     body: Callable[[list[str]], int],
     argv: list[str] | None = None,
-    errors: tuple[type[Exception], ...] = (UserError,),
+    errors: tuple[type[Exception], ...] = (UserError, OSError),
     exit_code: int = 2,
     interrupted: str = "interrupted",
 ) -> int:

@@ -49,7 +49,7 @@ RESUME_HINT = (
 )
 # Together these variables distinguish the jobs on a host, whichever launchers started them.
 JOB_VARIABLES = [name for launcher in LAUNCHERS.values() for name in launcher.job]
-AS_STARTED = dict(os.environ)  # a copy, since an engine adds such variables for itself
+AS_STARTED = dict(os.environ)  # a copy, since engines set more variables for themselves
 LOST_PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -168,9 +168,9 @@ def limit_reached(error: BaseException) -> str:
         if limit == resource.RLIMIT_NPROC:
             whose = f"processes and threads {OF_CONTAINER.format('pids.max')}"
             limits += [(number, whose) for number in _of_groups("pids", "pids.max")]
-        known = [limit for limit in limits if limit[0] != resource.RLIM_INFINITY]
-        if re.search(signs, text) and known:
-            number, what = min(known)
+        finite = [(number, what) for number, what in limits if number != resource.RLIM_INFINITY]
+        if re.search(signs, text) and finite:
+            number, what = min(finite)
             return (
                 f"{text.splitlines()[-1]}: the limit here is {number} {what}, and a rank has about "
                 f"{need}; raise it where the job is started, or give fewer --workers"

@@ -10,10 +10,10 @@ folder, cores and standard streams; signals that reach it reach the fork, and th
 Whoever looks for the fork's launcher (ancestors.py) finds that of the process that asked, by the
 variable FORKED.
 
-For each session of processes that ask, the server forks a server with a session of its own, which
-makes the forks. For Linux gives all processes of a session one share of the cores
-(sched_autogroup_enabled, sched(7)), and ranks that share a session under their launcher are slower
-with one each (docs/results.md).
+Forks share sessions as the processes that asked do: for each of these sessions the server forks a
+second server with a session of its own, which makes the forks. The reason: Linux may divide the
+cores among sessions (sched_autogroup_enabled, sched(7)), and ranks with a session each were slower
+(docs/results.md).
 
 A server has one thread, and no MPI, no CUDA and no process group: each fork makes those for itself.
 It should load no module of this project, some of which hold what they found when they were loaded.
@@ -122,7 +122,9 @@ def run(
         with suppress(ConnectionError):
             socket.send_fds(server, [b"."], [0, 1, 2])
             server.sendall(json.dumps(who).encode("utf-8", "surrogateescape") + b"\n")
-            pid = int(answers.readline() or 0)
+            if (answer := answers.readline().strip()) and not answer.isdecimal():
+                raise RuntimeError(answer)
+            pid = int(answer or 0)
 
     def pass_on(number: int, _: object) -> None:
         with suppress(ProcessLookupError):  # it has just ended
@@ -264,22 +266,27 @@ class Server:
         if not is_own(asker):  # it is not even listened to: it may say nothing, for ever
             asker.close()
             return None
+        streams = list[int]()
         with suppress(OSError, ValueError):  # of an asker that has just ended
             _, streams, _, _ = socket.recv_fds(asker, 1, 3)
             what = json.loads(asker.makefile(errors="surrogateescape").readline())
             is_script = isinstance(what, dict)
-            pid = fork_process()
+            try:
+                pid = fork_process()
+            except OSError as error:  # there may be no more processes, or no memory
+                asker.sendall(f"cannot fork: {error.strerror}\n".encode())
+                raise
             if pid == 0:
                 self.close()
                 return Wish(what, streams, asker)
             self.forks.append(Fork(pid, asker if is_script else None))
-            for stream in streams:
-                os.close(stream)
             if is_script:
                 os.setpgid(pid, pid)  # to end it with what it starts
                 asker.sendall(b"%d\n" % pid)
             else:
                 asker.close()
+        for stream in streams:
+            os.close(stream)
         return None
 
     def close(self) -> None:

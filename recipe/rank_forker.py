@@ -50,10 +50,12 @@ class RankForker:
         marks.clear()
         marks.is_watched = True  # also if it cannot fork: all ranks must resume alike
         if problem := why_not_to_fork():
-            warning = (
+            print(
                 f"warning: process {os.getpid()} cannot fork its rank: {problem}; if the rank is "
+                "lost, nothing replaces it",
+                file=sys.stderr,
+                flush=True,
             )
-            print(f"{warning}lost, nothing replaces it", file=sys.stderr, flush=True)
             return True
         sys.stdout.flush()
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]

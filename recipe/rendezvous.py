@@ -353,7 +353,7 @@ def bind_rpc() -> None:
     if not interface:
         raise UserError(
             "RPC runs any code that is sent to its ports: set GLOO_SOCKET_IFNAME to the interface "
-            "of a "
-            "network that only your hosts can reach; there are " + ", ".join(psutil.net_if_addrs())
+            "of a network that only your hosts can reach; there are "
+            + ", ".join(psutil.net_if_addrs())
         )
     os.environ["TP_SOCKET_IFNAME"] = interface

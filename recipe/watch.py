@@ -280,7 +280,7 @@ def _end_frozen(
     cut_off = []
     with suppress(OSError):
         cut_off = [f"{host} does not answer" for host in _unanswering()]
-    unknown = ["the rank without a line here, or whose line shows that it waits for no other"]
+    unknown = ["a rank that printed no line here, or whose line shows no wait for another rank"]
     names = ", ".join([*stopped, *cut_off] or unknown)
     message = (
         f"error: no batch for {seconds:.0f} s (--stall-timeout): another rank is frozen, late or "

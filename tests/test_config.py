@@ -387,6 +387,22 @@ def test_a_rate_of_a_job_is_to_be_divided_where_its_workers_are_not_known() -> N
         read_flags("ddp", 1, ["--dist-url", "env://", "--lr", "0.8", "/images"], talk=False)
 
 
+@pytest.mark.parametrize(("rate", "ours"), [("1e-3", "0.001"), ("8e-1", "0.8")])
+def test_a_rate_with_an_exponent(rate: str, ours: str) -> None:
+    with pytest.raises(UserError, match=f"write --base-lr {ours};"):
+        read_flags("ddp", 1, ["--lr", rate, "/images"], talk=False)
+
+
+def test_only_the_first_rank_prints_which_value_is_wrong(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for talk in (False, True):
+        with pytest.raises(SystemExit) as ended:
+            read_flags("ddp", 2, ["--epochs", "x"], talk=talk)
+        assert ended.value.code == 2
+        assert ("--epochs" in capsys.readouterr().err) == talk
+
+
 def test_an_empty_word_before_one_that_is_left_out() -> None:
     with pytest.raises(UserError, match="--xyz: leave it out"):
         read_flags("ddp", 1, ["", "--xyz"], talk=False)
@@ -631,7 +647,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_warm_up_that_lasts_until_the_end_is_said(flags: str, count: int) -> None:
     config, base = read_flags("ddp", 1, f"{IMAGENET} --epochs {flags}".split(), talk=False)
     lines = [line for line in without_effect(config, base, "ddp", 1) if "warmup" in line]
-    assert len(lines) == count and all("only rises" in line for line in lines)
+    assert len(lines) == count and all("never falls" in line for line in lines)
 
 
 @pytest.mark.parametrize(

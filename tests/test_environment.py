@@ -16,6 +16,7 @@ from records import an_environment
 
 from recipe.data.batches import open_data
 from recipe.data.loading import InputMeter
+from recipe.errors import UserError
 from recipe.record import fingerprint as environment
 from recipe.record.energy import EnergyMeter, EnergyUse
 from recipe.record.fingerprint import (
@@ -200,7 +201,8 @@ def test_summary() -> None:
 
 
 def test_ranks_that_drifted_apart() -> None:
-    with pytest.raises(RuntimeError, match="different weights"):
+    told = "different weights: digest on rank 0 .here., other on rank 1 .there."
+    with pytest.raises(UserError, match=told):
         summary_of(a_usage(0, 10.0, 1000), a_usage(1, 30.0, 3000, weights_sha256="other"))
 
 

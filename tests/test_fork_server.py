@@ -1,11 +1,13 @@
 """A fork of a process that has loaded torch is to the tests what a start of Python is."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,30 +200,54 @@ def test_an_asker_that_goes_away_does_not_end_the_server(tmp_path: Path) -> None
     assert started(python, f"{tmp_path}/quick.py").communicate()[0] == "done\n"
 
 
-FOR_ONE_USER = """
+SERVES = """
 import runpy, sys
 from recipe import fork_server
-others, is_own = [True], fork_server.is_own
-fork_server.is_own = lambda asker: not (others and others.pop()) and is_own(asker)
+{but}
 fork_server.serve(sys.argv[1], 60.0, [])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+NOT_FOR_THE_FIRST = """
+others, is_own = [True], fork_server.is_own
+fork_server.is_own = lambda asker: not (others and others.pop()) and is_own(asker)
+"""
+NO_SCRIPT = """
+fork_process, made = fork_server.fork_process, []
+def fork_process_once():
+    made.append(1)
+    if len(made) > 1:  # the first fork is the server of the session
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork_process()
+fork_server.fork_process = fork_process_once
+"""
+
+
+@contextlib.contextmanager
+def serving(name: str, but: str) -> Iterator[list[str]]:
+    """A server that differs so from ours; the words of a command that asks it."""
+    words = [sys.executable, "-c", SERVES.format(but=but), name]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=ROOT) as server:
+        try:
+            assert server.stdout.read() == b""  # it listens
+            yield [sys.executable, str(ROOT / "recipe/fork_server.py"), "run", name]
+        finally:
+            server.kill()
 
 
 def test_another_user_who_says_nothing_does_not_hold_the_server_up(tmp_path: Path) -> None:
     (tmp_path / "quick.py").write_text("print('done')")
     name = f"for-one-user-{os.getpid()}"
-    serving = [sys.executable, "-c", FOR_ONE_USER, name]
-    asking = [sys.executable, str(ROOT / "recipe/fork_server.py"), "run", name]
-    with (
-        socket.socket(socket.AF_UNIX) as silent,
-        subprocess.Popen(serving, stdout=subprocess.PIPE, cwd=ROOT) as server,
-    ):
-        assert server.stdout.read() == b""  # it listens
+    with socket.socket(socket.AF_UNIX) as silent, serving(name, NOT_FOR_THE_FIRST) as asking:
         silent.connect(f"\0{name}")
-        try:
-            words = [*asking, str(tmp_path / "quick.py")]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-            assert done.stdout == "done\n"
-        finally:
-            server.kill()
+        words = [*asking, str(tmp_path / "quick.py")]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "done\n"
+
+
+def test_a_server_that_cannot_fork_says_so(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text("print('done')")
+    with serving(f"without-forks-{os.getpid()}", NO_SCRIPT) as asking:
+        words = [*asking, str(tmp_path / "quick.py")]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and done.stdout == ""
+        assert done.stderr.endswith("cannot fork: Resource temporarily unavailable\n")

@@ -441,7 +441,7 @@ def test_a_disk_that_fills_up_is_one_sentence(
     session.steps(4)
     recorder, failed = session.recorder, Future[None]()
     full = open("/dev/full", "w", buffering=1)  # noqa: SIM115, for closing it fails, too
-    failed.set_exception(UserError("cannot be written there (...). Make room, or"))
+    failed.set_exception(UserError("cannot be written there (...). Mend it"))
     if part == "file":
         recorder.file = full
     elif part.endswith("board"):
@@ -450,7 +450,7 @@ def test_a_disk_that_fills_up_is_one_sentence(
         (tmp_path / "summary.json").mkdir()
     else:
         monkeypatch.setattr(checkpoint, "WRITES", [failed])
-    with pytest.raises(UserError, match=r"cannot be written there \(.+\). Make room, or"):
+    with pytest.raises(UserError, match=r"cannot be written there \(.+\). Mend it"):
         session.steps(1)
         recorder.close(SUMMARY)
 

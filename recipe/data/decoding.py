@@ -84,7 +84,8 @@ def bad_images_named(name: str, content: bytes) -> Iterator[None]:
         # The first bytes show if the file is a web page, or a pointer of git-lfs.
         raise BadImage(
             f"{name}: cannot be read as an image ({reason}). It has {len(content):,} bytes and "
-            f"begins with {content[:24]!r}. Replace the file by a good copy, or remove it."
+            f"begins with {content[:24]!r}. Replace the file by a good copy, or remove it; "
+            "python -m recipe.data.prepare check DIR finds all such files."
         ) from error
 
 

@@ -114,7 +114,7 @@ class Listing:
                 raise BadImage(
                     f"{path}: cannot be read ({error.strerror}), but it is in the listing of "
                     f"{self.root} that is cached in {self.cache}. Restore it, or start again; if "
-                    "it is still missed then, remove that cache."
+                    "this message comes again, remove that cache."
                 ) from error
             if content is None:  # Python's raw files return None for EAGAIN
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -147,7 +147,9 @@ def read_labels(file: Path) -> dict[str, str]:
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:  # programs write BOMs
             labels = _labels_of_lines(stream, file.suffix == ".csv")
-        for image, name in labels.items() or {("", "")}:
+        if not labels:
+            raise ValueError("it is empty")
+        for image, name in labels.items():
             if not FLAT_IMAGE.fullmatch(f"{image}.JPEG") or not CLASS_NAME.fullmatch(name):
                 raise ValueError(f"{image!r} with class {name!r} is not an image of ImageNet")
         return labels

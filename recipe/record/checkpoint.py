@@ -101,8 +101,8 @@ def save_checkpoint(
             old.unlink()
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"{path}: the checkpoint could not be written ({_reason(error)}); the earlier ones "
-            "are intact"
+            f"{path}: the checkpoint could not be written ({_reason(error)}); earlier ones, if "
+            "there are any, are intact"
         ) from error
 
 

@@ -29,7 +29,7 @@ from recipe import watch
 from recipe.data.batches import Data, data_order_sha256
 from recipe.data.image_folder import Listing
 from recipe.device import core_ranges, cpu_quota_cores
-from recipe.errors import UserError
+from recipe.errors import AS_STARTED, UserError
 from recipe.files import read_proc
 from recipe.gpu_sharing import nccl_versions, version_text
 from recipe.ranks import Ranks
@@ -210,7 +210,7 @@ def check_same_weights(model: nn.Module, step: int, ranks: Ranks) -> None:
         more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         raise UserError(
             f"after step {step} the ranks hold different weights in {differ[0]}{more}: "
-            f"{_groups(digests, hosts)}. "
+            f"{ranks_by_value(digests, hosts)}. "
             "A machine, a library or the engine computes wrongly: check it. No checkpoint of this "
             "step is saved: --resume auto resumes from the one before"
         )
@@ -220,7 +220,7 @@ def differences(keys_by_rank: list[dict[str, str]], hosts: Sequence[str]) -> str
     """Return the message for ranks whose keys differ: which ones, and each value's ranks."""
     names = dict.fromkeys(name for keys in keys_by_rank for name in keys)
     lines = [
-        f"{name}: {_groups(values, hosts)}"
+        f"{name}: {ranks_by_value(values, hosts)}"
         for name in names
         if len(set(values := [keys.get(name, "missing") for keys in keys_by_rank])) > 1
     ]
@@ -231,7 +231,7 @@ def differences(keys_by_rank: list[dict[str, str]], hosts: Sequence[str]) -> str
     )
 
 
-def _groups(values: list[str], hosts: Sequence[str]) -> str:
+def ranks_by_value(values: list[str], hosts: Sequence[str]) -> str:
     """Return which ranks have which of `values` (one per rank): the values of most ranks first,
     equally frequent ones by their lowest rank."""
     ranks: dict[str, list[int]] = {}
@@ -244,10 +244,6 @@ def _groups(values: list[str], hosts: Sequence[str]) -> str:
 
 
 # -- What a run ran on: environment.json -----------------------------------------------------------
-
-# A snapshot taken before this process sets its engine's variables, which differ between engines.
-VARIABLES_AT_START = dict(os.environ)
-
 
 ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc", "hoard")
 
@@ -315,7 +311,7 @@ def allocator() -> str:
     )
 
 
-def steering_variables(environ: Mapping[str, str] = VARIABLES_AT_START) -> dict[str, str]:
+def steering_variables(environ: Mapping[str, str] = AS_STARTED) -> dict[str, str]:
     """Return the variables that change what an engine does, or how fast, as this rank got them.
 
     Those by which launchers give ranks their places are not included: they differ in every run.

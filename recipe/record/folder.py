@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from msgspec import ValidationError, convert
+from msgspec import convert
 
 from recipe.ancestors import nearest_launcher
 from recipe.errors import UserError, system_errors
@@ -77,7 +77,7 @@ def _claim(config: Config, world: World, engine: str) -> Path:
 def one_sentence(folder: Path) -> AbstractContextManager[None]:
     """Turn the error of a full or broken disk into a UserError that names the file, or else the
     run's folder."""
-    remedy = "Make room, or choose another --log-dir"
+    remedy = "Mend it (on a full disk make room), or choose another --log-dir"
     return system_errors(folder, "the run cannot be written there", remedy)
 
 
@@ -87,7 +87,7 @@ def record_in(line: str) -> Any:
     try:
         values = json.loads(line)
         return convert(values, METRICS[values["kind"]])
-    except (ValueError, LookupError, TypeError, ValidationError):
+    except (ValueError, LookupError, TypeError):
         return None
 
 
@@ -157,9 +157,10 @@ def _lock(folder: Path, world: World) -> bool:
 def _remove_stale_stop_file(folder: Path, world: World) -> None:
     """Remove a stop file that was meant for an earlier run, which ended without obeying it.
 
-    Keep one that was made since this run was launched, by the clock of the file system, which has
-    just dated the lock: the launcher may have started earlier ranks, which were lost. Keep also one
-    in which slurm/job.sh wrote this job's number before the launcher started.
+    Keep one that was made after this run's launcher started: an earlier rank of the same launch may
+    have been lost before it saw the file. Times are those of the file system's clock, which has
+    just dated the lock. Keep also one in which slurm/job.sh wrote this job's number before the
+    launcher started.
     """
     path = folder / STOP_FILE
     try:

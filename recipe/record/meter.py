@@ -17,9 +17,10 @@ from recipe import watch
 from recipe.data.batches import Data
 from recipe.data.loading import InputMeter
 from recipe.device import cpu_seconds, forget_peak_memory, peak_memory_bytes
+from recipe.errors import UserError
 from recipe.ranks import Ranks
 from recipe.record.energy import EnergyMeter, EnergyUse, energy_summary
-from recipe.record.fingerprint import weights_sha256
+from recipe.record.fingerprint import ranks_by_value, weights_sha256
 from recipe.record.folder import utc_now
 from recipe.record.schema import (
     PHASES,
@@ -316,14 +317,17 @@ def summarize(
 ) -> Summary:
     """Return the run's summary; `work` is its fingerprint, `used` what each rank used.
 
-    Raises RuntimeError if the ranks ended with different weights: then an engine or this project is
-    at fault, and the run's figures mean nothing.
+    Raises UserError if the ranks ended with different weights: then the run's figures mean nothing.
     """
+    ranks = [usage.rank for usage in used]
     digests = [usage.weights_sha256 for usage in used]
     if len(set(digests)) > 1:
-        raise RuntimeError(f"the ranks ended with different weights: digests {digests}")
+        who = ranks_by_value(digests, [rank.host for rank in ranks])
+        raise UserError(
+            f"the ranks ended with different weights: {who}. A machine, a library or the engine "
+            "computes wrongly: check it"
+        )
     progress, images, steps = meter.progress, meter.made.images, meter.made.steps
-    ranks = [usage.rank for usage in used]
     cpu = sum(rank.cpu_seconds for rank in ranks)
     sent = sum(usage.network_bytes for usage in used)
     return Summary(

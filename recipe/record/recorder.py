@@ -181,9 +181,11 @@ class Recorder:
         batch = samples_per_step(config, self.world)
         first = samples_per_step(config, self.world, epoch=0)
         at_first = f", {first} at first" if first < batch else ""
+        launcher = self.world.launcher
+        by = "without a launcher" if launcher == "none" else f"by {launcher}"
         self.say(
             f"{ran_on.engine} {ran_on.version} over {ran_on.transport}, {self.world.size} "
-            f"worker(s) on {len(ran_on.hosts)} host(s) by {self.world.launcher}, "
+            f"worker(s) on {len(ran_on.hosts)} host(s) {by}, "
             f"{ran_on.device_name}, {ran_on.threads} CPU thread(s) each"
         )
         self.say(

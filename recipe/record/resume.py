@@ -42,6 +42,7 @@ from recipe.training.state import Progress, Trainables, round_weights
 from recipe.watch import expect_delay
 from recipe.world import World
 
+KEPT = "the state kept in memory"  # how messages call it
 PIECE_BYTES = 2**28  # sent at once: MPI cannot count more than 2 GiB
 
 
@@ -62,14 +63,14 @@ def resume(
     if config.resume is not None:
         try:
             path, holder, is_kept = _newest_state(config, ranks, run_folder, kept_state)
-            contents = load_on_all_ranks(path, ranks, holder)
+            name = KEPT if is_kept else str(path or config.resume)
+            contents = load_on_all_ranks(path, ranks, holder, name)
         except OSError as error:
             raise UserError(
                 f"--resume {config.resume}: {error.filename or path or run_folder} cannot be read "
                 f"({error.strerror}); nothing was changed, start again when it can be read"
             ) from error
         if contents is not None:
-            name = str(path or config.resume)
             progress = restore(contents, parts, config, world, data, name)
             if kept_state and is_kept:
                 kept_state.take_statistics(progress.step)
@@ -277,10 +278,12 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[str, Any] | None:
+def load_on_all_ranks(
+    path: Path | None, ranks: Ranks, holder: int = 0, name: str = ""
+) -> dict[str, Any] | None:
     """Return, on every rank, the contents of the file at the `path` that the rank `holder` gives,
     whether or not other ranks can read it. The other ranks give no `path`. None if `holder` gives
-    none.
+    none. Messages call the file `name`, by default its path.
 
     Only bytes travel, in pieces, of which a rank holds at most one beside the file. Each rank reads
     the file with weights_only=True: nothing from the network is ever unpickled freely.
@@ -297,11 +300,11 @@ def load_on_all_ranks(path: Path | None, ranks: Ranks, holder: int = 0) -> dict[
             piece = np.zeros(math.ceil(num_bytes / 8), dtype=np.int64)  # Horovod cannot sum bytes
             target = piece.view(np.uint8)[:num_bytes]
             if file is not None and file.readinto(target.data) < num_bytes:
-                raise UserError(f"{path}: was cut short while it was read; start again")
+                raise UserError(f"{name or path}: was cut short while it was read; start again")
             expect_delay()  # before each piece: rank 0's disk may be slow
             content.write(send(torch.from_numpy(piece)).numpy().view(np.uint8)[:num_bytes].data)
     content.seek(0)
-    return read_file(content, str(path))
+    return read_file(content, name or str(path))
 
 
 def restore(

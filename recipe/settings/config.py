@@ -5,11 +5,14 @@ flag are answered before torch is loaded.
 """
 
 import importlib.util
+import io
 import os
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, field, make_dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
@@ -34,7 +37,8 @@ def parse_args(engine: str, world: World, argv: list[str] | None = None) -> Conf
     """Return the settings of the command line. If they are wrong, the process ends with one
     message, from rank 0.
 
-    `engine` is "horovod" or "ddp": a few settings belong to only one of them.
+    `engine`: "horovod", "ddp", or the name of a script in baselines/. A few settings belong to one
+    of the first two.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -69,7 +73,7 @@ def read_flags(
     if unknown:
         _refuse_words(engine, world_size, argv, unknown, program)
     config = _resolve(parsed)
-    # A preset's loss scale applies only to the preset's own precision.
+    # In formats that need no loss scale, a preset's is ignored.
     if "loss_scale" not in given and config.precision in ("fp32", "tf32", "bf16"):
         config = replace(config, loss_scale=None)
     check(config, engine, world_size)
@@ -111,8 +115,8 @@ def _parse_flags(
     names = arg(help="Defaults for all other flags: " + ", ".join(PRESETS))
     presets = arg(help="Show each preset's epochs, and the top-1 and time that were published.")
     chosen = PRESETS[base.preset]
-    parsed: Any
-    parsed, unknown = tyro.cli(
+    parser = partial(
+        tyro.cli,
         make_dataclass(
             "Flags",
             [
@@ -130,9 +134,11 @@ def _parse_flags(
             f"({chosen.source})."
         ),
         config=(tyro.conf.OmitArgPrefixes,),
-        console_outputs=talk,
         return_unknown_args=True,
     )
+    # With console_outputs=False tyro would still print which value a flag does not accept.
+    with nullcontext() if talk else redirect_stderr(io.StringIO()):
+        parsed, unknown = parser(console_outputs=talk)
     if parsed.list_presets:
         if talk:
             print(table())
@@ -505,8 +511,8 @@ def without_effect(config: Config, base: Config, engine: str, world_size: int) -
         ),
         (
             config.warmup_epochs >= config.epochs and not config.evaluate,
-            f"--warmup-epochs {config.warmup_epochs:g}: the learning rate only rises, up to the "
-            f"end of --epochs {config.epochs}; give fewer epochs of warm-up",
+            f"--warmup-epochs {config.warmup_epochs:g}: the learning rate never falls, as warm-up "
+            f"lasts for all of --epochs {config.epochs}; give fewer epochs of warm-up",
         ),
     ]
     return lines + [line for is_likely, line in mistakes if is_likely]

@@ -51,8 +51,8 @@ def at_least(smallest: int) -> Bound:
 # NaN fails every one of these.
 SHARE = Bound(lambda v: 0 <= v <= 1, "is a share or probability; give a number from 0 to 1")
 SHARE_ABOVE_0 = Bound(lambda v: 0 < v <= 1, "is a share; give a number above 0 and up to 1")
-NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "give a number that is not negative")
-ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a number above 0")
+NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "give a finite number that is not negative")
+ABOVE_0 = Bound(lambda v: 0 < v < math.inf, "give a finite number above 0")
 SHARES = Bound(
     lambda v: all(0 <= share <= 1 for share in v), "are shares of full brightness; give 0 to 1"
 )
@@ -105,7 +105,6 @@ class Flag:
     # (Initial weights do not depend on the precision, nor the schedule on the batch: its unit is
     # the epoch.)
     decides: tuple[str, ...] = ()
-    chief: bool = False  # shows what was compared; a report's page folds the other flags away
 
 
 def flag(
@@ -216,7 +215,7 @@ class DataFlags:
 class ModelFlags:
     """What is trained."""
 
-    arch: str = work("resnet50", aliases=("-a", "--model"), decides=WEIGHTS, chief=True, help=
+    arch: str = work("resnet50", aliases=("-a", "--model"), decides=WEIGHTS, help=
         "Any torchvision classification model, resnet10, or timm:NAME for a timm model (needs "
         "the extra `timm`).")
     pretrained: bool = work(False, decides=WEIGHTS, help=
@@ -227,8 +226,7 @@ class ModelFlags:
     new_head: bool = work(False, decides=WEIGHTS, help=
         "Load all layers but the last from --weights and initialise the last one anew, for "
         "example for another number of classes.")
-    batch_norm: Literal["local", "average", "sync"] = work("local", needs="workers", chief=True,
-        help=
+    batch_norm: Literal["local", "average", "sync"] = work("local", needs="workers", help=
         "How ranks share BatchNorm statistics. local: each rank has its own; rank 0's are "
         "evaluated and saved (as by DDP's default, but they are sent once per evaluation, not in "
         "each forward pass). average: the running statistics are averaged over ranks before each "
@@ -270,20 +268,18 @@ class ModelFlags:
 class OptimizationFlags:
     """How it is trained. Learning rates are per worker, and scaled by the number of workers."""
 
-    epochs: int = work(90, at_least(1), needs="training", decides=(*STEPS, *RATES), chief=True,
-        help=
+    epochs: int = work(90, at_least(1), needs="training", decides=(*STEPS, *RATES), help=
         "Passes over the training images.")
-    batch_size: int = work(32, at_least(1), aliases="-b", needs="training", decides=STEPS,
-        chief=True, help=
+    batch_size: int = work(32, at_least(1), aliases="-b", needs="training", decides=STEPS, help=
         "Images per worker and forward pass.")
     val_batch_size: int = work(32, at_least(1), help=
         "Images per worker and forward pass in validation.")
     batch_size_warmup_epochs: int = work(0, at_least(0), needs="training", decides=(*STEPS, *RATES),
-        chief=True, help=
+        help=
         "Epochs with smaller batches at the start. Their size grows by the same amount each epoch, "
         "up to --batch-size, and the learning rate grows with it. 0: none.")
     batches_per_allreduce: int = work(1, at_least(1), needs="training", decides=(*STEPS, *RATES),
-        chief=True, help=
+        help=
         "Forward and backward passes per step, whose gradients are accumulated before they are "
         "exchanged.")
     base_lr: float = work(0.0125, NOT_NEGATIVE, needs="training", decides=RATES, help=
@@ -291,7 +287,7 @@ class OptimizationFlags:
         "Adasum see docs/recipe.md), but does not follow --batch-size: if you double the batch, "
         "double the rate.")
     optimizer: Literal["sgd", "adamw", "lars", "lamb", "apex-sgd", "apex-adam", "apex-lamb"] = work(
-        "sgd", needs="training", chief=True, help=
+        "sgd", needs="training", help=
         "torch's SGD or AdamW, timm's LARS or LAMB (needs the extra `timm`), or NVIDIA Apex's "
         "fused ones (needs Apex and a GPU).")
     momentum: float = work(0.9, SHARE, needs=("training", "momentum"), help=
@@ -334,7 +330,7 @@ class OptimizationFlags:
         "et al. 2017). linear: at 1 % of the scaled rate.")
     clip_grad_norm: float | None = work(None, ABOVE_0, needs="training", help=
         "Clip gradients so that their norm over all weights together is at most this.")
-    seed: int = work(42, SEED, decides=("data_order_sha256", *WEIGHTS), chief=True, help=
+    seed: int = work(42, SEED, decides=("data_order_sha256", *WEIGHTS), help=
         "Random seed for weights, data order, augmentation and dropout.")
 
 
@@ -342,7 +338,7 @@ class OptimizationFlags:
 class SpeedFlags:
     """Number formats, devices and communication."""
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "O2", "O3"] = work("fp32", chief=True, help=
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "O2", "O3"] = work("fp32", help=
         "fp32: single precision. tf32: TF32 in matrix products (GPU). bf16: autocast. fp16: "
         "autocast with loss scaling. O2: fp16 weights with fp32 master weights, fp32 BatchNorm, "
         "loss scaling. O3: fp16 throughout.")
@@ -402,7 +398,7 @@ class SpeedFlags:
     deterministic: bool = work(False, help=
         "Compute the same bits in every run on the same machines. GPUs then use slower kernels, "
         "and Horovod sends each gradient separately; see docs/recipe.md.")
-    threads: int | None = place(None, at_least(1), chief=True, help=
+    threads: int | None = place(None, at_least(1), help=
         "CPU threads per rank. Default: this rank's share of the cores that it may use.")
 
 
@@ -427,9 +423,9 @@ class RunFlags:
     checkpoint_minutes: float = run(10.0, NOT_NEGATIVE, needs=("checkpoints", "training"), help=
         "Also write a checkpoint when the last one is this many minutes old. 0: never.")
     keep_checkpoints: int = run(2, at_least(0), help=
-        "How many of the newest checkpoints to keep. The best one is kept, too, one that is an "
-        "epoch older (1,000 steps in longer epochs), and the one that will replace that. 0: write "
-        "no checkpoints.")
+        "How many of the newest checkpoints to keep. Also kept are the best one, one that is at "
+        "least an epoch older (at most 1,000 steps), to go back to, and the one that will be that "
+        "old next. 0: write no checkpoints.")
     weight_check_steps: int = run(500, at_least(0), needs=("training", "workers"), help=
         "Steps between two checks that all ranks have the same weights; each checkpoint checks it, "
         "too. 0: only checkpoints do.")

@@ -158,8 +158,11 @@ def with_open_numbers(line: Sequence[str], unknown: Sequence[str], world_size: i
 
 def _values(value: str, config: Config, world_size: int) -> dict[str, str]:
     """Return the values of all placeholders in OTHERS_FLAGS."""
-    number = float(value) if value.replace(".", "", 1).isdecimal() else math.nan
-    steps = range(int(number), config.epochs, int(number)) if number >= 1 else ()
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    steps = range(int(number), config.epochs, int(number)) if 1 <= number < math.inf else ()
     return {
         "value": shlex.quote(value),
         "per_worker": f"{number / world_size / config.batches_per_allreduce:.6g}",
