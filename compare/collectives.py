@@ -202,7 +202,6 @@ main = partial(
     SCRIPT,
     measure_or_show,
     __doc__,
-    errors=(UserError, OSError),  # OSError: --out names a file
     interrupted="interrupted: all processes were ended; --show FOLDER shows the blocks before",
 )
 

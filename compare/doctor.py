@@ -38,7 +38,6 @@ from compare.plan.environment import (
 from compare.plan.plan_file import take_hostfile
 from compare.running.checks import OWN_NAME, Finding, HostReport, make_finding, report_host
 from recipe.command import run_other_tool, run_tool
-from recipe.errors import UserError
 from recipe.files import write_json
 
 SCRIPT = "compare/doctor.py"
@@ -322,7 +321,7 @@ def measure_allreduce(hosts: str | None, interface: str | None) -> Finding:
 
 tool = listen if "--answer-as" in sys.argv else examine  # on each host; where a person starts it
 # OSError: --json in a folder that is not there.
-main = partial(run_tool, SCRIPT, tool, __doc__, errors=(UserError, OSError))
+main = partial(run_tool, SCRIPT, tool, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,7 +22,7 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from compare.evidence.record import FILE, Record, read_comparison, with_digests
+from compare.evidence.record import FILE, Record, find_comparisons, read_comparison, with_digests
 from compare.evidence.words import BUSIEST, without_paths
 from compare.plan.environment import COMMITS, ROOT
 from recipe.command import run_tool
@@ -51,7 +51,7 @@ def keep_comparison(
     for word in (machine, question):
         if not NAME.fullmatch(word):
             raise UserError(f"{word!r}: write small letters, digits, dots and hyphens")
-    record = read_comparison(folder)
+    record = read_comparison(*find_comparisons([folder]))
     if record.problem:
         raise UserError(f"not kept, because part of it is damaged: {record.problem}")
     target = results / machine / f"{record.plan.created_utc[:10]}-{question}"
@@ -112,7 +112,7 @@ def shortened(value: Any, places: Mapping[str, str]) -> Any:
     return value
 
 
-main = partial(run_tool, "compare/keep.py", keep_comparison, __doc__, errors=(UserError, OSError))
+main = partial(run_tool, "compare/keep.py", keep_comparison, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

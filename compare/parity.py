@@ -55,7 +55,6 @@ def main(argv: list[str] | None = None) -> int:
         partial(compare, trainer_flags),
         __doc__,
         words,
-        errors=(UserError, OSError),  # OSError: --out names a file
     )
 
 

@@ -94,7 +94,8 @@ def predict(
         html: Write a page with the tables and charts of the efficiency over several networks.
     """
     for name, value in vars(settings).items():
-        if isinstance(value, int | float) and value <= 0 and name != "price_per_node_hour":
+        is_free = name == "price_per_node_hour" and value == 0
+        if isinstance(value, int | float) and not (0 < value < math.inf or is_free):
             raise UserError(f"--{name.replace('_', '-')} {value}: give a number above 0")
     measured = configurations(runs)
     inputs = {name: read_inputs(runs_of_it) for name, runs_of_it in measured.items()}
@@ -105,7 +106,8 @@ def predict(
         for name, chart in charts.items()
     }
     notes = [
-        f"Training: {settings.epochs:g} epochs of {settings.images:,} images, without validation.",
+        f"Training: {settings.images:,} images in each of {settings.epochs:g} epoch(s), without "
+        "validation.",
         *sentences(tables),
         *limits(inputs.values(), settings),
         PAST_ERROR,
@@ -183,6 +185,11 @@ def limits(all_inputs: Collection[Inputs], settings: Forecast) -> list[str]:
         lines.append(
             "On GPUs images/s and efficiency are upper bounds: the model was above the published "
             "efficiency in {} of {} cases (docs/prediction.md).".format(*ABOVE_PUBLISHED)
+        )
+    if any(inputs.pair_seconds is None and inputs.transport != "nccl" for inputs in all_inputs):
+        lines.append(
+            "No run of two workers on one host was given, so it was not measured what messages "
+            "cost, and how much ranks on one host slow each other down."
         )
     if settings.global_batch and any(inputs.fixed_share is None for inputs in all_inputs):
         lines.append(
@@ -293,12 +300,13 @@ def sentences(tables: dict[str, list[dict[str, float]]]) -> list[str]:
         top = max(rows, key=lambda row: row["images/s"])
         if top != rows[-1]:
             lines.append(f"{name}: more than {top['workers']} workers gain nothing here.")
-    for _, group in groupby(sorted(tables), key=lambda name: name.rpartition(", ")[0]):
+    for model, group in groupby(sorted(tables), key=lambda name: name.rpartition(", ")[0]):
         names = [*group]  # of one model and batch
         by_size = [*zip(*(tables[name] for name in names), strict=False)][1:]
         ranges = groupby(by_size, key=lambda rows: fastest(names, rows))
         first = [(next(same)[0]["workers"], words) for words, same in ranges]
-        lines += [f"From {size} workers on {words}." for size, words in first if len(names) > 1]
+        if len(names) > 1:
+            lines += [f"{model}: from {size} workers on {words}." for size, words in first]
     return lines
 
 
@@ -337,7 +345,7 @@ def plot_efficiency(name: str, chart: dict[str, Steps]) -> Plot:
     )
 
 
-main = partial(run_tool, "compare/predict.py", predict, __doc__, errors=(UserError, OSError))
+main = partial(run_tool, "compare/predict.py", predict, __doc__)
 
 
 if __name__ == "__main__":

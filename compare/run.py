@@ -369,7 +369,7 @@ def carry_out(plan: Plan, record: Record, argv: list[str]) -> int:
             is_measured = False
             print_line(f"a block of turns failed: {error}")
     if failed or not is_measured:
-        runs = f"{len(failed)} of {len(record.runs)} runs failed: " if record.runs else ""
+        runs = f"{len(failed)} of {len(record.runs)} runs failed: " if failed else ""
         print(
             f"{runs}the output of what failed is kept, and no verdict is drawn from it. To try "
             f"again:\n    {shlex.join(command_words(argv, record.folder))}"
@@ -546,6 +546,12 @@ def given_table(options: SimpleNamespace) -> dict[str, Any]:
             raise UserError(f"{flag_of(FIELD_OF[key])} {name}: is given twice; name each once")
         table[key] = dict(pairs)
     if "pairs" in table:
+        refuse(
+            *(
+                (text.count(":") != 1, f"--pairs {text}: write FIRST:SECOND, two configurations")
+                for text in table["pairs"]
+            )
+        )
         table["pairs"] = [text.split(":") for text in table["pairs"]]
     take_hostfile(table)
     return table

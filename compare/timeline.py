@@ -113,7 +113,7 @@ def merge_runs(
     return 0
 
 
-main = partial(run_tool, "compare/timeline.py", merge_runs, __doc__, errors=(UserError, OSError))
+main = partial(run_tool, "compare/timeline.py", merge_runs, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

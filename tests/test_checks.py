@@ -25,7 +25,14 @@ from compare.doctor import agreement, common_networks, connection_problems, netw
 from compare.plan.environment import REMOVED_VARIABLES, ROOT
 from compare.run import make_plan, parse_options
 from compare.running import checks
-from compare.running.checks import OWN_NAME, Finding, HostReport, check_host, make_finding
+from compare.running.checks import (
+    OWN_NAME,
+    Finding,
+    HostReport,
+    addresses,
+    check_host,
+    make_finding,
+)
 
 TORCH = {"torch": "2.14.1", "torchvision": "0.29.2", "CUDA": "13.0", "NCCL": "2.27.1", "gpus": []}
 HOROVOD = {"version": "0.28.1", "MPI": True, "Gloo": True, "NCCL": False}
@@ -206,6 +213,16 @@ def test_a_clock_that_follows_the_load(tmp_path):
         (folder / "scaling_governor").write_text(f"{governor}\n")
     (found,) = wrong()
     assert found.found == "governor performance, powersave"
+    offline = tmp_path / "cpus/cpu3/cpufreq/scaling_governor"
+    offline.mkdir(parents=True)  # an error when it is read
+    assert wrong() == [found]
+
+
+def test_a_second_address_of_an_interface(monkeypatch):
+    ipv4 = SimpleNamespace(family=socket.AF_INET, address="10.0.0.1", netmask="255.255.255.0")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [ipv4], "eth0:1": [ipv4]})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(isup=True)})
+    assert addresses().keys() - {checks.OWN_NAME} == {"eth0", "eth0:1"}
 
 
 # -- Before a comparison ---------------------------------------------------------------------------

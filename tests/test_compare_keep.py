@@ -146,4 +146,4 @@ def test_a_name_that_is_no_folder_name_is_refused(comparison, tmp_path, name, ca
 
 def test_a_folder_without_a_record_is_refused(tmp_path, refusal):
     told = refusal(keep.main, words(tmp_path, tmp_path / "results"))
-    assert "nothing was measured" in told
+    assert "holds no record.jsonl" in told

@@ -327,7 +327,9 @@ def test_on_gpus_the_docs_errors_stand_beside_a_prediction(runs):
     above = sum(alone / step.step_seconds > share for _, _, share, step, alone in cases)
     (limit,) = predict.limits([inputs_of(transport="nccl")], predict.Forecast())
     assert f"above the published efficiency in {above} of {len(cases)}" in limit
-    assert not predict.limits([inputs_of()], predict.Forecast())
+    assert not predict.limits([inputs_of(pair_seconds=0.3)], predict.Forecast())
+    (limit,) = predict.limits([inputs_of()], predict.Forecast())
+    assert "No run of two workers on one host was given" in limit
 
 
 def test_a_held_out_run_stands_beside_its_prediction_and_changes_none(runs, capsys):

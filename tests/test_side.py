@@ -17,7 +17,7 @@ import needs
 import numpy as np
 import pytest
 import torch
-from launching import launch, run
+from launching import launch, run, wait_until
 from torch import nn
 
 from compare import report
@@ -32,6 +32,7 @@ from compare.for_scripts.comparison_side import (
     WorkTree,
     cpu_seconds,
     digest_of,
+    git_commit,
     own_modules,
     receive,
     shortened,
@@ -288,11 +289,28 @@ def test_equal_work_is_not_shown_without_digests_or_with_others(compare_scripts,
     assert f"Equal work is not shown: a step has {parts}." in " ".join(shown.split())
 
 
+BUSY = "import time\nwhile time.process_time() < 0.1: pass\nprint(time.process_time(), flush=True)"
+
+
 def test_the_cpu_time_of_what_has_ended_stays_counted():
     before = cpu_seconds()
-    code = "import time\nwhile time.process_time() < 0.1: pass\nprint(time.process_time())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, check=True)
     assert cpu_seconds() - before >= float(done.stdout)
+
+
+def test_so_does_that_of_what_a_living_process_has_started():
+    """As a server that forks the workers of a DataLoader."""
+    code = (
+        "import subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {BUSY!r}], stdout=1, check=True)\n"
+        "input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    before = cpu_seconds()
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as server:
+        spent = float(server.stdout.readline())
+        wait_until(lambda: cpu_seconds() - before >= spent - 0.02)  # counted in hundredths
+        server.communicate("\n")
 
 
 def test_a_mapped_file_is_no_memory_of_a_side(tmp_path):
@@ -459,6 +477,14 @@ def test_an_installed_package_is_not_recorded_as_the_commit(
     assert report.main(["out"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "no module of old came from its work tree" in shown
+
+
+def test_a_file_that_git_does_not_track_is_a_change(two_commits, tmp_path):
+    root = tmp_path / "new"
+    commit = git(root, "rev-parse", "--short=12", "HEAD")
+    (root / "own.py").touch()
+    assert git_commit(str(root), [str(root / "train.py")]) == commit
+    assert git_commit(str(root), [str(root / "train.py"), str(root / "own.py")]) == f"{commit}+"
 
 
 def test_the_record_tells_the_code_of_each_side(two_commits, compare_scripts, tmp_path, capsys):

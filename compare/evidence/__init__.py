@@ -1,6 +1,6 @@
-"""What run folders show: records are read and checked, and give paired ratios, rows of tables and
-verdicts.
+"""What the record of a comparison shows: it is read and checked, and gives paired ratios, rows of
+tables and verdicts.
 
-Belongs here: pure functions of files and figures. Not here: starting runs, the report's sentences,
-drawing, torch.
+Belongs here: pure functions of files and figures; only record.py writes. Not here: starting runs,
+the report's sentences, drawing, torch.
 """

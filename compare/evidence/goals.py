@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from compare.evidence.accuracy import AccuracyVerdict, has_seeds, judge_accuracy
+from compare.evidence.accuracy import AccuracyVerdict, judge_accuracy
 from compare.evidence.group import Group
 from compare.evidence.judgement import UNDECIDED, Finding, Obstacle, Tested, decided, find
 from compare.evidence.record import Record
@@ -97,7 +97,7 @@ def goals_of(record: Record) -> list[Goal]:
     ]
     of_accuracy = [
         goal_of_accuracy(record, group, name, least)
-        for group in (groups if has_seeds(record) else ())
+        for group in groups
         for name, least in plan.top1_goals.items()
     ]
     return [*decided(of_speed), *decided(of_accuracy)]

@@ -2,7 +2,7 @@
 
 A line each for the plan, for a block of turns, for a complete whole run, and for an attempt that
 failed, in the order in which they were made. A later line of the plan extends its end, adds a
-warning, or changes something else that makes no other comparison of it, such as a time-out. run.py
+warning, or changes what does not make it another comparison, such as a time-out. run.py
 appends each line as a whole, and the disk has it before anything else is started.
 
 Each line holds the SHA-256 of all bytes above it: a line that is edited, dropped, moved or taken
@@ -127,9 +127,9 @@ class Record:
 
     @classmethod
     def open(cls, folder: Path) -> "Record":
-        """Read the record in a folder; an empty one if there is none yet. Up to the first line that
-        is wrong; `problem` says what is wrong with it. UserError if the file cannot be read, or
-        its first line is no plan."""
+        """Read the record in a folder, up to the first line that is wrong (`problem` then says
+        what); an empty one if there is no file. UserError if the file cannot be read, or its first
+        line is no plan."""
         record = cls(folder)
         if not record.path.exists():
             return record
@@ -158,9 +158,9 @@ class Record:
     def append(self, line: AnyLine) -> None:
         """Add a line, in memory and in the file. UserError, and nothing is written, if the line
         contradicts the plan, what stands above it, or itself; NotWrittenError if the disk fails."""
-        line = replace(line, above=self.head)
-        self._take(line)
-        text = json.dumps(msgspec.to_builtins(line, enc_hook=float)).encode() + b"\n"
+        table = msgspec.to_builtins(replace(line, above=self.head), enc_hook=float)
+        text = json.dumps(table).encode() + b"\n"
+        self._take(self._decoded(text))  # as it will be read
         is_new = not self.path.exists()
         remedy = "When there is room, the same command goes on where it stopped"
         with system_errors(self.path, "cannot be written", remedy, NotWrittenError):

@@ -41,7 +41,7 @@ def cell_fields(group: Group, configuration: str) -> Row:
 def speed_rows(record: Record) -> list[Row]:
     """Return how fast each cell trained, by turns or in whole runs:
 
-    images_per_second: all images / all seconds, over all blocks; lowest, highest: of a block;
+    images_per_second: harmonic mean over blocks; lowest, highest: of a block;
     scaling: images/s per worker / the same with the fewest workers, paired by block;
     cpu_ms_per_image: of all workers; memory_bytes and gpu_memory_bytes, of all workers after turns;
     blocks; planned_blocks (None: as many as needed).

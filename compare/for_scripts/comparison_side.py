@@ -108,7 +108,7 @@ OF_A_REPOSITORY = (
 )
 BOOT_ID = "/proc/sys/kernel/random/boot_id"  # hosts that share a kernel share its cores, too
 # Positions in /proc/PID/stat behind the name: state, parent, CPU times, and the start since boot
-STATE, PARENT, USER, SYSTEM, BEGAN = 0, 1, 11, 12, 19
+STATE, PARENT, USER, BEGAN = 0, 1, 11, 19
 INSTALLED = re.compile("/(site|dist)-packages/")  # in the path of an installed module
 # The packages whose versions a script's record holds, if the script has loaded them.
 FRAMEWORKS = (
@@ -417,7 +417,8 @@ def used() -> tuple[float, int]:
     own = time.process_time() + ended.ru_utime + ended.ru_stime
     children = tree_of(Process.of(os.getpid()))
     fields = [child.stat for child in children]
-    ticks = sum(int(of_child[USER]) + int(of_child[SYSTEM]) for of_child in fields if of_child)
+    # Of each: user and system time of its own, and of its children that it has waited for.
+    ticks = sum(int(time) for of_child in fields if of_child for time in of_child[USER : USER + 4])
     pages = sum(map(own_pages, [os.getpid(), *(child.pid for child in children)]))
     return own + ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -669,7 +670,7 @@ def code_facts() -> dict[str, Any]:
         "interpreter": sys.executable,
         "script": script if is_file else None,
         "script_sha256": file_sha256(script) if is_file else None,
-        "git_commit": git_commit(own.root) if own and files else None,
+        "git_commit": git_commit(own.root, files) if own and files else None,
         "code_sha256": digest.hexdigest() if files else None,
         "imports": {
             "root": root,
@@ -758,12 +759,16 @@ def file_sha256(path: str) -> str | None:
     return None
 
 
-def git_commit(root: str) -> str | None:
-    """Return a work tree's commit, with a + if files were changed since; None if git does not say
-    in time."""
+def git_commit(root: str, files: Iterable[str]) -> str | None:
+    """Return a work tree's commit, with a + if files were changed since, or if one of `files` is
+    new to git; None if git does not say in time."""
     with suppress(OSError, subprocess.SubprocessError):
         done = run_git(root, "describe", "--always", "--abbrev=12", "--dirty=+", limit=GIT_SECONDS)
-        return done.stdout.strip() if done.returncode == 0 else None
+        if done.returncode != 0:
+            return None
+        options = ("--others", "--exclude-standard")
+        new = run_git(root, "ls-files", *options, "--", *files, limit=GIT_SECONDS).stdout
+        return done.stdout.strip().rstrip("+") + ("+" if new or "+" in done.stdout else "")
     return None
 
 

@@ -168,8 +168,8 @@ def plot_throughput(report: Report, case: str) -> Plot:
         "throughput",
         "Training throughput",
         f"Training {unit} per second of all workers, without the first steps and evaluation. Bars: "
-        f"all {unit} divided by all seconds; lines: the range over blocks; dashed: ideal scaling "
-        "from the fewest workers. What slows all sides of a block changes these bars and ranges, "
+        "harmonic mean over blocks; lines: their range; dashed: ideal scaling from the fewest "
+        "workers. What slows all sides of a block changes these bars and ranges, "
         "but cancels in the verdicts' ratios.",
         linear(values_of(layers)[0], f"{unit}/s", zero=True),
         layers,

@@ -144,8 +144,7 @@ def speed_columns(unit: str) -> tuple[Column, ...]:
         Column(
             f"{unit}/s",
             lambda row: (row["images_per_second"], row["lowest"], row["highest"]),
-            note=f"{unit.capitalize()}/s: all {unit} divided by all seconds, with the range "
-            "over blocks.",
+            note=f"{unit.capitalize()}/s: harmonic mean over blocks, with their range.",
         ),
         Column(
             "scaling, %",
@@ -537,8 +536,8 @@ def goals_tables(reports: Sequence[Report]) -> list[Table]:
     )
     note = (
         "The ratio of two sides' speeds, or a side's speed, against the plan's goal. At the goal: "
-        "neither reached nor missed, but at most 2 % below the goal; for a ratio, also at most "
-        "half as far below it as the goal is from 1."
+        "the interval contains the goal, and its lower end is at most 2 % below it; for a ratio "
+        "also at most half as far below it as the goal is from 1."
     )
     if any(goal.accuracy for goal in goals):
         note += (

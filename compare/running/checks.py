@@ -202,7 +202,8 @@ def addresses() -> dict[str, str]:
     by_name, stats = dict[str, str](), psutil.net_if_stats()
     for name, of_interface in psutil.net_if_addrs().items():
         ipv4 = [address for address in of_interface if address.family == socket.AF_INET]
-        if ipv4 and stats[name].isup and not ipv4[0].address.startswith("127."):
+        is_up = stats[name.partition(":")[0]].isup  # eth0:1 is another address of eth0
+        if ipv4 and is_up and not ipv4[0].address.startswith("127."):
             by_name[name] = f"{ip_interface(f'{ipv4[0].address}/{ipv4[0].netmask}')}"
     with contextlib.suppress(OSError):
         by_name[OWN_NAME] = socket.gethostbyname(socket.gethostname())
@@ -380,8 +381,10 @@ def check_horovod() -> Finding:
 
 def check_clock_rate() -> Finding:
     """Check that the governor keeps the processor's clock up; "ok" if it cannot be read."""
-    paths = CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")
-    governors = {path.read_text().strip() for path in paths}
+    governors = set[str]()
+    for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor"):
+        with contextlib.suppress(OSError):  # that of a CPU which is offline
+            governors.add(path.read_text().strip())
     return make_finding(
         "CPU clock",
         governors <= {"performance"},

@@ -83,7 +83,7 @@ def start_and_wait(
         left = launches.end()
     seconds = time.monotonic() - began
     after = own_cpu_seconds(fork_servers)
-    own = sum(seconds - before.get(process, 0) for process, seconds in after.items())
+    own = sum(now - before.get(process, 0) for process, now in after.items())
     others = busy_cpu_seconds() - busy - own
     # The CPU time of killed processes is not known: they are not waited for.
     is_counted = not has_daemons(run.configuration) and not status and left == 0

@@ -699,53 +699,63 @@ def make_turn(
     """Return a turn from the measurements of the side's ranks; `cpu_seconds` is their CPU time.
 
     Ranks that train together take the same time from one step's end to the next, except for a few
-    milliseconds by which one is ahead, so their mean counts. A machine's busy CPU time beyond that
-    of the side's processes is load by others. CPU time includes the lead-in. MeasurementError if a
-    trainer counted a different number of images than its flags imply.
+    milliseconds by which one is ahead, so their mean counts. CPU time includes the lead-in.
+    MeasurementError as `check_work` has it.
     """
-    by_machine = defaultdict(list)
-    for rank in ranks:
-        by_machine[rank.machine].append(rank.measured)
     measured = [rank.measured for rank in ranks]
     images = sum(values["images"] for values in measured)
-    if not side.is_script:
-        step = side.config.batch_size * side.config.batches_per_allreduce * side.workers
-        if not math.isclose(images, steps * step):
-            raise MeasurementError(
-                f"{side.side}: its trainer counted {images} images in {steps} steps of {step}"
-            )
-    elif not images > 0:
-        raise MeasurementError(f"{side.side}: its steps did {images:g} {measured[0]['unit']}")
-    phases = [
-        values["phases"] for values in measured if values.get("phases") and not side.is_script
-    ]
+    check_work(side, steps, images, measured[0].get("unit", "images"))
+    phases = [] if side.is_script else [m["phases"] for m in measured if m.get("phases")]
     computing = [seconds["forward"] + seconds["backward"] for seconds in phases]
-    loads = [
-        (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))
-        / max(m["window"] for m in of_ranks)
-        for of_ranks in by_machine.values()
-    ]
     return Turn(
         side=side.side,
         round=round_,
         seconds=fmean(values["seconds"] for values in measured),
         images=images,
         cpu_seconds_per_image=cpu_seconds / images * steps / (LEAD_IN_STEPS + steps),
-        other_load=max(0.0, round(max(loads), 3)),
+        other_load=load_by_others(ranks),
         began=began,
-        phases={name: fmean(seconds[name] for seconds in phases) for name in phases[0]}
-        if phases
-        else {},
+        phases={name: fmean(seconds[name] for seconds in phases) for name in (phases or [{}])[0]},
         straggler_ratio=max(computing) / median(computing) if len(computing) > 1 else None,
-        **{
-            name: sum(values[name] for values in measured)
-            for name in ("memory_bytes", "gpu_memory_bytes")
-            if all(name in values for values in measured)
-        },
-        page_faults=fmean(values["page_faults"] for values in measured)
-        if all("page_faults" in values for values in measured)
-        else None,
+        memory_bytes=of_all(measured, "memory_bytes", sum),
+        gpu_memory_bytes=of_all(measured, "gpu_memory_bytes", sum),
+        page_faults=of_all(measured, "page_faults", fmean),
     )
+
+
+def check_work(side: Run, steps: int, images: float, unit: str) -> None:
+    """Raise MeasurementError if a trainer counted another number of images in a turn than its flags
+    imply, or a script no work."""
+    if side.is_script:
+        if not images > 0:
+            raise MeasurementError(f"{side.side}: its steps did {images:g} {unit}")
+        return
+    step = side.config.batch_size * side.config.batches_per_allreduce * side.workers
+    if not math.isclose(images, steps * step):
+        raise MeasurementError(
+            f"{side.side}: its trainer counted {images} images in {steps} steps of {step}"
+        )
+
+
+def load_by_others(ranks: Sequence[Rank]) -> float:
+    """Return how many cores other processes kept busy in a turn, on the busiest machine."""
+    by_machine = defaultdict[str, list[dict[str, Any]]](list)
+    for rank in ranks:
+        by_machine[rank.machine].append(rank.measured)
+    loads = [
+        (max(m["busy"] for m in of_ranks) - sum(m["cpu_seconds"] for m in of_ranks))
+        / max(m["window"] for m in of_ranks)
+        for of_ranks in by_machine.values()
+    ]
+    return max(0.0, round(max(loads), 3))
+
+
+def of_all(
+    measured: Sequence[Mapping[str, Any]], name: str, together: Callable[[list[Any]], Any]
+) -> Any:
+    """Return what the ranks measured, taken `together`; None unless all of them measured it."""
+    values = [of_rank.get(name) for of_rank in measured]
+    return None if None in values else together(values)
 
 
 def wait_for_quiet(seconds: float) -> None:
