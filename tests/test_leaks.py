@@ -56,6 +56,20 @@ def test_memory_that_fills_up_or_is_freed_again_is_none(memory: Callable[[int], 
     assert found(*(block(memory) for _ in range(3))) == []
 
 
+def test_what_the_first_turn_without_exchange_takes_is_none() -> None:
+    """DDP took 60 MB in its turn before the last of six, and caches a little before that."""
+
+    def with_ablation(leak: float, turns: int) -> Block:
+        made = block(lambda step: 1300 + step / 20 + leak * step + 60 * (step > 80))
+        purposes = ["trial", "speed", "speed", "speed", "ablation", *["speed"] * (turns - 5)]
+        changed = [replace(t, purpose=p) for t, p in zip(made.turns, purposes, strict=False)]
+        return replace(made, turns=tuple(changed))
+
+    assert found(*[with_ablation(leak=0.0, turns=6)] * 3) == []
+    [(_, grown)] = found(*[with_ablation(leak=0.5, turns=20)] * 3)
+    assert grown == pytest.approx(55)
+
+
 def test_one_block_without_growth_says_that_it_is_none() -> None:
     grows, rests = block(lambda step: 400 + step), block(lambda step: 400)
     assert found(grows, grows, grows) and not found(grows, grows, rests)

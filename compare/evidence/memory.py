@@ -14,7 +14,7 @@ from compare.plan.blocks import MIN_BLOCKS
 
 # The fields of a turn, and what they are called.
 KINDS = {"memory_bytes": "memory", "gpu_memory_bytes": "GPU memory"}
-MIN_TURNS = 6  # of a block, two in each third
+MIN_TURNS = 6  # of a block that count, two in each third
 # The least growth that is told, per 100 steps, as a share of the memory: 1 MB of 1 GB.
 LEAST_SHARE = 0.001
 # A leak is as steep later on; what fills up once, such as caches, is less and less steep.
@@ -87,8 +87,11 @@ def new_pages(blocks: Sequence[Block], sides: Sequence[str]) -> Iterator[NewPage
 
 def growth(block: Block, side: str, kind: str) -> float:
     """Return by how many bytes per 100 steps a side's memory grew late in a block; 0 unless it grew
-    steadily: from each third of its turns to the next."""
-    found = in_turns(block, side, kind)
+    steadily: from each third of its turns to the next. Turns count from the first one without
+    exchange on, for which DDP takes memory that it keeps."""
+    purposes = [turn.purpose for turn in block.turns if turn.side == side]
+    begin = purposes.index("ablation") if "ablation" in purposes else 0
+    found = in_turns(block, side, kind)[begin:]
     size = len(found) // 3
     if len(found) < MIN_TURNS:
         return 0.0
