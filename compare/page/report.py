@@ -104,8 +104,8 @@ LITTLE_SCATTER = (
     "they may be too narrow by luck"
 )
 TOO_LONG = (
-    f"To decide the rest would take more than {MOST_TIMES} times as long as this measurement: "
-    "measure where fewer other processes run, or sides that start faster."
+    f"On this machine it would take more than {MOST_TIMES} times as long as this measurement to "
+    "decide the rest."
 )
 MISSING = "Not in these figures"
 WITHOUT_HOROVOD = "Horovod is not installed there; python horovod_train/build_horovod.py builds it"
