@@ -319,11 +319,12 @@ def test_a_hundred_images_of_fashion_mnist_are_learned(tmp_path: Path) -> None:
     convert_idx(source, tmp_path / "images", shards=True)
     arguments = (
         f"--preset fashion-resnet18 --arch resnet10 --data {tmp_path / 'images'} --batch-size 10 "
-        f"--base-lr 0.005 --epochs 6 --threads 1 --log-dir {tmp_path} --name run"
+        f"--base-lr 0.005 --epochs 12 --threads 1 --log-dir {tmp_path} --name run"
     )
     launch("torchrun", "ddp", arguments, warm=True).checked()
     before, after = np.mean(losses(tmp_path / "run")[:5]), np.mean(losses(tmp_path / "run")[-5:])
     assert after < 0.8 * before
+    # Two seeds reached 43 and 47 %. (After six epochs 28 to 35: how a CPU rounds decided.)
     assert read_json(tmp_path / "run" / "summary.json")["best_top1"] > 30
 
 
