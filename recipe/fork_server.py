@@ -122,7 +122,8 @@ def run(
         with suppress(ConnectionError):
             socket.send_fds(server, [b"."], [0, 1, 2])
             server.sendall(json.dumps(who).encode("utf-8", "surrogateescape") + b"\n")
-            if (answer := answers.readline().strip()) and not answer.isdecimal():
+            answer = answers.readline().strip()
+            if answer and not answer.isdecimal():
                 raise RuntimeError(answer)
             pid = int(answer or 0)
 

@@ -617,6 +617,14 @@ def test_a_goal_of_accuracy_is_not_judged_where_trainings_ended_at_an_accuracy(t
     assert "--desired-acc ended the trainings" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_goals_of_accuracy_are_there_before_there_are_seeds(tmp_path, capsys):
+    plan = a_plan(workers=(2,), blocks=1, measure="runs", top1_goals=LOSS)
+    folder = a_comparison(tmp_path / "c", plan)
+    edit(folder / "plan.json", blocks=None)
+    assert report.main([str(folder), "--no-html", "--check"]) == 3
+    assert "has no goals" not in capsys.readouterr().out
+
+
 def test_the_goals_of_both_directions_are_one_pair():
     both = LOSS | {"ddp-torchrun:horovod-mpi": -0.2}
     assert a_plan(top1_goals=both).pairs() == [("horovod-mpi", "ddp-torchrun")]

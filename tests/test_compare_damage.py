@@ -96,6 +96,8 @@ def test_a_changed_record_is_one_line_and_decides_nothing(damage, folder, capsys
     assert told.next_step == ("", "")
     line = unreadable(folder, capsys)
     assert f"{folder / FILE}, line {number}: " in line and message in line
+    assert report.main([str(folder), "--csv"]) == 0
+    assert f"line {number}: " in capsys.readouterr().err  # the lines below it are missing
     with (
         pytest.raises(UserError, match=f"head -n {whole} ")
         if damage != "cut off"

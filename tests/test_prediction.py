@@ -315,6 +315,8 @@ def test_a_shared_batch_ends_the_table_and_the_gain(runs, capsys):
         (["--links-per-host", "0"], "above 0"),
         (["--network", "10-ethernt"], "did you mean 10-ethernet"),
         (["--images", "-1"], "above 0"),
+        (["--epochs", "nan"], "--epochs nan: give a number above 0"),
+        (["--price-per-node-hour", "-1"], "above 0"),
     ],
 )
 def test_the_command_says_what_is_wrong(runs, capsys, flags, message):

@@ -200,6 +200,7 @@ def test_a_flag_and_a_plan_file_say_the_same(tmp_path):
         (["--case", "small=--batch-size 8"], "--case small=--batch-size 8: a script is told only"),
         ([], "--side mine: a comparison needs two --side"),
         (["--side", "mine=python b.py"], "--side mine: is given twice"),
+        (["--pairs", "mine"], "--pairs mine: write FIRST:SECOND"),
     ],
 )
 def test_what_does_not_go_with_scripts_is_refused(words, message):

@@ -766,9 +766,10 @@ def git_commit(root: str, files: Iterable[str]) -> str | None:
         done = run_git(root, "describe", "--always", "--abbrev=12", "--dirty=+", limit=GIT_SECONDS)
         if done.returncode != 0:
             return None
+        commit = done.stdout.strip()
         options = ("--others", "--exclude-standard")
         new = run_git(root, "ls-files", *options, "--", *files, limit=GIT_SECONDS).stdout
-        return done.stdout.strip().rstrip("+") + ("+" if new or "+" in done.stdout else "")
+        return f"{commit}+" if new and not commit.endswith("+") else commit
     return None
 
 

@@ -315,18 +315,10 @@ def summarize(
     used: Sequence[Usage],
     model: nn.Module,
 ) -> Summary:
-    """Return the run's summary; `work` is its fingerprint, `used` what each rank used.
-
-    Raises UserError if the ranks ended with different weights: then the run's figures mean nothing.
-    """
+    """Return the run's summary; `work` is its fingerprint, `used` what each rank used. UserError if
+    the ranks ended with different weights."""
+    refuse_different_weights(used)
     ranks = [usage.rank for usage in used]
-    digests = [usage.weights_sha256 for usage in used]
-    if len(set(digests)) > 1:
-        who = ranks_by_value(digests, [rank.host for rank in ranks])
-        raise UserError(
-            f"the ranks ended with different weights: {who}. A machine, a library or the engine "
-            "computes wrongly: check it"
-        )
     progress, images, steps = meter.progress, meter.made.images, meter.made.steps
     cpu = sum(rank.cpu_seconds for rank in ranks)
     sent = sum(usage.network_bytes for usage in used)
@@ -370,6 +362,18 @@ def summarize(
         fingerprint=work,
         ended_utc=utc_now(),
     )
+
+
+def refuse_different_weights(used: Sequence[Usage]) -> None:
+    """Raise UserError if the ranks ended with different weights: then the run's figures mean
+    nothing."""
+    digests = [usage.weights_sha256 for usage in used]
+    if len(set(digests)) > 1:
+        who = ranks_by_value(digests, [usage.rank.host for usage in used])
+        raise UserError(
+            f"the ranks ended with different weights: {who}. A machine, a library or the engine "
+            "computes wrongly: check it"
+        )
 
 
 def straggler(ranks: Sequence[RankUsage]) -> str:

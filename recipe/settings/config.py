@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, field, make_dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
@@ -115,30 +114,30 @@ def _parse_flags(
     names = arg(help="Defaults for all other flags: " + ", ".join(PRESETS))
     presets = arg(help="Show each preset's epochs, and the top-1 and time that were published.")
     chosen = PRESETS[base.preset]
-    parser = partial(
-        tyro.cli,
-        make_dataclass(
-            "Flags",
-            [
-                *sections,
-                ("preset", Annotated[str, names], base.preset),
-                ("list_presets", Annotated[tyro.conf.FlagCreatePairsOff[bool], presets], False),
-            ],
-            frozen=True,
-        ),
-        args=argv,
-        prog=program,
-        description=(
-            f"Defaults are those of --preset {base.preset}; without --data and --preset they are "
-            f"those of digits.\n\n{chosen.about} Published: {chosen.top1} % top-1 "
-            f"({chosen.source})."
-        ),
-        config=(tyro.conf.OmitArgPrefixes,),
-        return_unknown_args=True,
-    )
+    parsed: Any
     # With console_outputs=False tyro would still print which value a flag does not accept.
     with nullcontext() if talk else redirect_stderr(io.StringIO()):
-        parsed, unknown = parser(console_outputs=talk)
+        parsed, unknown = tyro.cli(
+            make_dataclass(
+                "Flags",
+                [
+                    *sections,
+                    ("preset", Annotated[str, names], base.preset),
+                    ("list_presets", Annotated[tyro.conf.FlagCreatePairsOff[bool], presets], False),
+                ],
+                frozen=True,
+            ),
+            args=argv,
+            prog=program,
+            description=(
+                f"Defaults are those of --preset {base.preset}; without --data and --preset they "
+                f"are those of digits.\n\n{chosen.about} Published: {chosen.top1} % top-1 "
+                f"({chosen.source})."
+            ),
+            config=(tyro.conf.OmitArgPrefixes,),
+            return_unknown_args=True,
+            console_outputs=talk,
+        )
     if parsed.list_presets:
         if talk:
             print(table())
